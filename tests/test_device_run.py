@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -107,10 +108,6 @@ def test_a_kernel_that_is_off_by_one_slot_is_found(monkeypatch, settings):
     monkeypatch.setattr(module, "attend_slots", shifted)
     with pytest.raises(Wrong, match="times the error that rounding makes"):
         measure()
-
-
-def test_kernels_are_compiled_in_processes_whatever_goes_wrong_there():
-    assert kernels.run_apart(divmod, [(7, 2), (7, 0), (9, 3)], 2) == [True, False, True]
 
 
 def test_tests_for_gpus_are_found_without_reading_all_tests():
@@ -303,6 +300,44 @@ def test_the_time_is_kept_and_the_rest_is_left(tmp_path, capfd):
     assert "cases are left: the same command goes on" in capfd.readouterr().out
 
 
+def test_cases_that_measure_no_time_run_beside_one_another(tmp_path):
+    """In files of their own, which are gathered; one that ends its process costs no other."""
+    file, script = tmp_path / "run.json", tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from tests.benchmarks.gpu import memory, right, __main__ as command\n"
+        "from tests.benchmarks.gpu.results import Case\n"
+        "def meets(name, other):\n"
+        f"    open(r'{tmp_path}/' + name, 'w').close()\n"
+        "    while not os.path.exists(os.path.join(os.path.dirname(__file__), other)):\n"
+        "        time.sleep(.01)\n"
+        "    return {'name': name}\n"
+        "def cases(settings):\n"
+        "    yield Case('a', lambda: meets('a', 'b'), beside=True)\n"
+        "    yield Case('b', lambda: meets('b', 'a'), beside=True)\n"
+        "    yield Case('dies', lambda: os._exit(9), beside=True)\n"
+        "    yield Case('alone', dict)\n"
+        "right.cases, right.table = cases, lambda records, machine: []\n"
+        "run = command.subprocess.Popen\n"
+        "def again(arguments, **options):\n"
+        "    return run([sys.executable, __file__, *arguments[3:]], **options)\n"
+        "command.subprocess.Popen = again\n"
+        "sys.exit(command.main())\n"
+    )
+    options = ["--part", "right", "--device", "cpu", "--tiny", "--json", str(file), "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, script, *options],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        timeout=300,
+    )
+    assert done.returncode == 1
+    found = json.loads(file.read_text())["parts"]["right"]
+    states = {key: record["state"] for key, record in found.items()}
+    assert states == {"a": "ok", "b": "ok", "dies": "failed", "alone": "ok"}
+    assert not list(tmp_path.glob("run.json.*"))
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -310,6 +345,7 @@ def test_the_time_is_kept_and_the_rest_is_left(tmp_path, capfd):
         (["--device", "cpu"], "add --tiny"),
         (["--device", "cpu", "--tiny", "--minutes", "0"], "more than 0"),
         (["--part", "all"], "invalid choice"),
+        (["--device", "cpu", "--tiny", "--jobs", "0"], "at least 1"),
     ],
 )
 def test_options_that_cannot_work(options, said, capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,3 +86,19 @@ def serving(**settings) -> Iterator[Server]:
     finally:
         found[1]()
         thread.join()
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, Server]]:
+    """Serve in a process of its own."""
+    command = [sys.executable, "-m", "kvtool", "serve", "--no-progress", *arguments]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        for line in started.stderr:
+            if line.startswith("listening on "):
+                break
+        threading.Thread(target=started.stderr.read, daemon=True).start()
+        yield started, Server(line.split()[-1])
+    finally:
+        started.kill()
+        started.wait()

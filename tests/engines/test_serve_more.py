@@ -8,18 +8,15 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import kvtool
 from kvtool.models.load import load
-from tests.engines.serving import Server, needs_serve, serving
+from tests.engines.serving import needs_serve, process, serving
 
 pytestmark = [needs_serve, pytest.mark.exhaustive]
 
@@ -122,22 +119,6 @@ def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
             assert (status == 200) != ("error" in found)
         assert statuses[400] > 200
         assert server.ask("/health")[0] == 200
-
-
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, Server]]:
-    """Serve in a process of its own."""
-    command = [sys.executable, "-m", "kvtool", "serve", "--no-progress", *arguments]
-    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    try:
-        for line in started.stderr:
-            if line.startswith("listening on "):
-                break
-        threading.Thread(target=started.stderr.read, daemon=True).start()
-        yield started, Server(line.split()[-1])
-    finally:
-        started.kill()
-        started.wait()
 
 
 def test_sigterm_lets_answers_end_and_a_killed_server_starts_again():

@@ -5,7 +5,8 @@ With half an hour of a GPU, run this three times, and once more after mending wh
     python -m tests.benchmarks.gpu --json runs/device.json           # 9 min a call, a GPU
 
 Each call goes on where the last one stopped: what was found to be right is not measured again, what
-failed is. Results are written after every case. Parts, in their order:
+failed is. Results are written after every case. Cases that measure no time run first, as many at
+once as `--jobs` says. Parts, in their order:
 
     kernels  every Triton kernel against plain torch, its time, and the tests for GPUs
     right    every policy and modifier: tokens and kept positions as on the CPU, memory given back
@@ -22,13 +23,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -36,13 +39,14 @@ import torch
 from rich.console import Console
 from transformers.utils import logging
 
-from tests.benchmarks.gpu.results import GOOD, Results, machine, run_case
+from tests.benchmarks.gpu.results import GOOD, Case, Results, machine, run_case, write_whole
 from tests.benchmarks.gpu.settings import Settings
 
 PARTS = ("kernels", "right", "memory", "speed", "waits", "model")
 BY_NAME = ("model",)  # not part of a run that names no part, but of a tiny one
 GRACE = 25  # seconds that a case may go on after the time is up
 BROKEN = 75  # a worker's exit code where the device cannot go on
+MOST_JOBS = 12  # each holds half a GiB of the device before it has measured anything
 DEFAULT = Path("runs/device.json")
 
 
@@ -57,11 +61,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=9, help="of this call (9)")
     parser.add_argument("--json", type=Path, default=DEFAULT, help=f"results ({DEFAULT})")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu (cuda)")
+    parser.add_argument("--jobs", type=int, help="cases at once that measure no time (most cores)")
     parser.add_argument("--tiny", action="store_true", help="everything in small")
     parser.add_argument("--work", type=Path, help="of what outlives a call (beside the results)")
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--show", action="store_true", help="print the tables and measure nothing")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)  # of a worker
+    parser.add_argument("--share", help=argparse.SUPPRESS)  # of a worker: I/N, or alone
     return parser
 
 
@@ -78,6 +84,10 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("a CPU runs this in small only: add --tiny")
     if args.minutes <= 0:
         parser.error(f"--minutes {args.minutes}: more than 0")
+    if args.jobs is None:
+        args.jobs = 1 if kind == "cpu" else min(MOST_JOBS, os.cpu_count() or 1)
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1")
     args.part = args.part or [part for part in PARTS if args.tiny or part not in BY_NAME]
     args.work = args.work or args.json.parent / "device-work"
     return args
@@ -111,7 +121,7 @@ def work(args: argparse.Namespace) -> int:
     logging.set_verbosity_error()
     for name in args.part:
         part = import_module(f"tests.benchmarks.gpu.{name}")
-        for case in part.cases(settings):
+        for case in share_of(part.cases(settings), args.share):
             if time.time() > settings.deadline:
                 return 0
             if not results.wants(name, case.key, always=name in BY_NAME):
@@ -127,6 +137,16 @@ def work(args: argparse.Namespace) -> int:
                 return BROKEN
         getattr(part, "release", lambda: None)()
     return 0
+
+
+def share_of(cases: Iterable[Case], share: str | None) -> list[Case]:
+    """Choose a worker's cases: all, those that run alone, or each N-th of those beside others."""
+    if share is None:
+        return list(cases)
+    if share == "alone":
+        return [case for case in cases if not case.beside]
+    first, count = map(int, share.split("/"))
+    return [case for case in cases if case.beside][first::count]
 
 
 # ---- the command
@@ -147,29 +167,72 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drive(args: argparse.Namespace) -> None:
-    """Start workers, one after another, until one comes to its end or the time is up."""
+    """Start workers, one after another, until all is measured or the time is up."""
     deadline = time.time() + 60 * args.minutes
+    options = ["--device", args.device, "--work", args.work, "--deadline", deadline]
+    options += [each for part in args.part for each in ("--part", part)]
+    options += ["--tiny"] if args.tiny else []
+    command = [sys.executable, "-m", "tests.benchmarks.gpu", *map(str, options), "--json"]
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     if args.device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    options = ["--json", args.json, "--device", args.device, "--work", args.work]
-    options += [each for part in args.part for each in ("--part", part)]
-    options += ["--deadline", f"{deadline}", *(["--tiny"] if args.tiny else [])]
-    command = [sys.executable, "-m", "tests.benchmarks.gpu", *map(str, options)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    while time.time() < deadline:
-        worker = subprocess.Popen(command, env=environment, start_new_session=True)
-        try:
-            code = worker.wait(deadline + GRACE - time.time())
-        except subprocess.TimeoutExpired:
-            return
-        finally:  # also where this command is interrupted or ended
+    if args.jobs == 1:
+        _keep_running([[*command, str(args.json)]], environment, deadline)
+        return
+    threads = {"OMP_NUM_THREADS": f"{max(1, (os.cpu_count() or 1) // args.jobs)}"}
+    shares = {args.json.with_name(f"{args.json.name}.{i}"): i for i in range(args.jobs)}
+    for file in shares:
+        shutil.copy(args.json, file)
+    wanted = [[*command, str(file), "--share", f"{i}/{args.jobs}"] for file, i in shares.items()]
+    try:
+        _keep_running(wanted, environment | threads, deadline)
+    finally:
+        gather(args.json, list(shares))
+    _keep_running([[*command, str(args.json), "--share", "alone"]], environment, deadline)
+
+
+def _keep_running(commands: list[list[str]], environment: dict[str, str], deadline: float) -> None:
+    """Run workers beside one another, those that die anew, to their ends or until the time is up.
+
+    All are ended where this command is interrupted or ended.
+    """
+
+    def start(command: list[str]) -> None:
+        running[subprocess.Popen(command, env=environment, start_new_session=True)] = command
+
+    running: dict[subprocess.Popen, list[str]] = {}
+    try:
+        for command in commands:
+            start(command)
+        while running and time.time() < deadline + GRACE:
+            time.sleep(0.1)
+            for worker in [each for each in running if each.poll() is not None]:
+                command = running.pop(worker)
+                if worker.returncode:
+                    code = worker.returncode
+                    print(f"a case has ended its process (exit code {code})", file=sys.stderr)
+                    if time.time() < deadline:
+                        start(command)
+    finally:
+        for worker in running:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker.pid, signal.SIGKILL)
             worker.wait()
-        if code == 0:
-            return
-        print(f"a case has ended its process (exit code {code})", file=sys.stderr)
+
+
+def gather(whole: Path, shares: Sequence[Path]) -> None:
+    """Move what workers found in files of their own into the file of all."""
+    results = json.loads(whole.read_text())
+    before = copy.deepcopy(results["parts"])
+    for file in shares:
+        for name, records in json.loads(file.read_text())["parts"].items():
+            known = before.get(name, {})
+            found = {key: each for key, each in records.items() if known.get(key) != each}
+            results["parts"].setdefault(name, {}).update(found)
+    write_whole(whole, results)
+    for file in shares:
+        file.unlink()
 
 
 def show(results: Results, args: argparse.Namespace) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
-import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -48,10 +45,9 @@ Wanted = tuple[Family, torch.dtype, tuple[int, int]]
 
 def cases(settings: Settings) -> Iterator[Case]:
     """Compare every kernel in every form, time each, and run the tests for GPUs."""
-    yield Case("compiled ahead", partial(compile_ahead, settings))
     for family, dtype, dim in kinds(settings):
         name = f"{family}, {str(dtype).removeprefix('torch.')}, {_dims(dim)}"
-        yield Case(name, partial(compare, settings, family, dtype, dim))
+        yield Case(name, partial(compare, settings, family, dtype, dim), beside=True)
     for name in TIMED:
         yield Case(f"time of {name}", partial(time_kernel, settings, name))
     for name, arguments in {
@@ -68,40 +64,6 @@ def kinds(settings: Settings) -> Iterator[Wanted]:
         step = GROUP if family in FOUR_BITS else 1
         dims = ((max(16, step),) * 2,) if settings.tiny else DIMS
         yield from product([family], dtypes, [dim for dim in dims if dim[0] % step == 0])
-
-
-def compile_ahead(settings: Settings) -> Record:
-    """Compile all kernels in several processes, which leave them in Triton's cache on the disk.
-
-    One process would take a quarter of an hour. What goes wrong is left to the cases to find.
-
-    Raises:
-        Skip: there is no GPU.
-    """
-    if not settings.cuda:
-        raise Skip("needs a CUDA device")
-    needs_triton(settings)
-    workers = min(12, os.cpu_count() or 1)
-    wanted = sorted(kinds(settings), key=lambda kind: -kind[2][0])  # the longest first
-    done = run_apart(partial(compare, settings), wanted, workers)
-    return {"kinds": len(wanted), "compared": sum(done)}
-
-
-def run_apart(call: Callable[..., object], wanted: Sequence[tuple], workers: int) -> list[bool]:
-    """Call a function in other processes, and return which of the calls came to their end."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context) as pool:
-        calls = [pool.submit(_ends, call, *each) for each in wanted]
-        return [each.exception() is None and each.result() for each in calls]
-
-
-def _ends(call: Callable[..., object], *arguments: object) -> bool:
-    """Whether a call raises nothing; some exceptions cannot travel between processes."""
-    try:
-        call(*arguments)
-    except Exception:
-        return False
-    return True
 
 
 def _dims(dim: tuple[int, int]) -> str:

@@ -39,10 +39,17 @@ class Wrong(Exception):
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement. `run` returns numbers and names for the file, or raises."""
+    """One measurement.
+
+    Attributes:
+        key: its name, one of its part.
+        run: returns numbers and names for the file, or raises.
+        beside: it measures no time, so others may run on the device meanwhile.
+    """
 
     key: str
     run: Callable[[], Record]
+    beside: bool = False
 
 
 def source_hash() -> str:
@@ -117,13 +124,18 @@ class Results:
 
     def save(self) -> None:
         """Write the file, all at once or not at all."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        with partial.open("w") as file:
-            json.dump(self.data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self.path)
+        write_whole(self.path, self.data)
+
+
+def write_whole(path: Path, data: Record) -> None:
+    """Write a JSON file, all at once or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        json.dump(data, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
 
 
 def run_case(results: Results, part: str, case: Case) -> Record | None:

@@ -24,12 +24,15 @@ import kvtool
 from kvtool.cache.cache import KVCache
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.errors import UsageError
+from kvtool.extras import installed
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
+from kvtool.models.load import load
 from tests.benchmarks.gpu.live import live_bytes
 from tests.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from tests.benchmarks.gpu.settings import Settings
 from tests.cache.split_model import policies
+from tests.engines.serving import process
 from tests.models_for_tests import peaky_model, random_ids
 
 TITLE = "kept and said as on the CPU in float32"
@@ -40,6 +43,11 @@ HALVES = 0.1  # of the norm of the logits, of bfloat16; 0.036 on a CPU
 LEAK = 256 * 1024  # bytes that a call may leave, for what libraries set up once
 WORKSPACE = 64 * 2**20  # bytes that compiled code may keep for the matrix products of its graphs
 CALLS = 3
+ASKED = (
+    "The secret code for falcon is 4172. " * 3
+    + "The grass is green. " * 20
+    + "The secret code for falcon is"
+)
 SOME = ("full", "h2o", "h2o+caote", "snapkv(window=4)", "quest", "rocketkv", "h2o+calidrop", "d2o")
 COMPILED = ("streaming", "h2o", "h2o+caote", "roco", "snapkv(window=4)", "tova", "adakv(window=4)")
 
@@ -73,23 +81,24 @@ def over_budget(cache: KVCache) -> list[str]:
 
 def cases(settings: Settings) -> Iterator[Case]:
     """Main job, policies in both ways to read a prompt, and what only a device has."""
-    yield Case("main job", partial(main_job, settings, ()))
+    for key, run in _runs(settings):
+        yield Case(key, partial(run, settings), beside=True)
+
+
+def _runs(settings: Settings) -> Iterator[tuple[str, Callable[[Settings], Record]]]:
+    yield "main job", partial(main_job, options=())
+    yield "serve", served
     for policy in SOME if settings.tiny else policies():
         for mode in ("full", "block:16"):
-            yield Case(f"{policy} {mode}", partial(same_as_cpu, settings, policy, mode))
+            yield f"{policy} {mode}", partial(same_as_cpu, policy=policy, mode=mode)
     for policy in ("h2o",) if settings.tiny else ("full", "h2o", "roco", "snapkv(window=4)", "hsa"):
-        yield Case(
-            f"{policy} bfloat16", partial(twice, settings, partial(halves, settings, policy))
-        )
+        yield f"{policy} bfloat16", partial(twice, run=partial(halves, policy=policy))
     for policy in ("h2o",) if settings.tiny else COMPILED:
-        yield Case(f"{policy} compiled", partial(compiled, settings, policy))
-    for name, run in (
-        ("calidrop in pinned memory", pinned),
-        ("h2o over two devices", over_devices),
-    ):
-        yield Case(name, partial(twice, settings, partial(run, settings)))
-    yield Case("main job --device-map auto", partial(main_job, settings, ("--device-map", "auto")))
-    yield Case("flash_attention_2", partial(flash, settings))
+        yield f"{policy} compiled", partial(compiled, policy=policy)
+    yield "calidrop in pinned memory", partial(twice, run=pinned)
+    yield "h2o over two devices", partial(twice, run=over_devices)
+    yield "main job --device-map auto", partial(main_job, options=("--device-map", "auto"))
+    yield "flash_attention_2", flash
 
 
 # ---- one policy on both sides
@@ -205,13 +214,13 @@ def check_memory(call: Callable[[], object], settings: Settings) -> int:
     return _left_by(call, settings, CALLS)
 
 
-def twice(settings: Settings, run: Callable[[], Record]) -> Record:
+def twice(settings: Settings, run: Callable[[Settings], Record]) -> Record:
     """Run a case, and once more to see that it gives its memory back.
 
     Raises:
         Wrong: it does not.
     """
-    return run() | {"left_bytes": _left_by(run, settings, 1)}
+    return run(settings) | {"left_bytes": _left_by(partial(run, settings), settings, 1)}
 
 
 def _left_by(call: Callable[[], object], settings: Settings, calls: int) -> int:
@@ -360,6 +369,33 @@ def main_job(settings: Settings, options: tuple[str, ...]) -> Record:
     if expected not in answer["text"]:
         raise Wrong(f"the answer is {expected}, and it says {answer['text']!r}")
     return {"text": answer["text"], "kept": answer["cache"]["kept_per_layer"][0]}
+
+
+def served(settings: Settings) -> Record:
+    """Ask `kvtool serve`, which runs in a process of its own on the device.
+
+    Raises:
+        Skip: a package that serving needs is not installed.
+        Wrong: another answer than the CPU's.
+    """
+    if not installed("serve"):
+        raise Skip("kvtool[serve] is not installed")
+    policy, budget, new = "h2o+caote", 48, 12
+    loaded = load()
+    kvtool.attach(loaded.model.float())
+    options = {"tokenizer": loaded.tokenizer, "max_new_tokens": new}
+    expected = kvtool.generate(loaded.model, ASKED, policy, budget, **options).text
+    place = ("--device", settings.device, "--dtype", "float32", "--port", "0")
+    with process("-p", policy, "-b", f"{budget}", *place) as (_, server):
+        asked = {"messages": [{"role": "user", "content": ASKED}], "temperature": 0}
+        body = asked | {"model": "reference", "max_tokens": new}
+        status, answer = server.ask("/v1/chat/completions", body)
+    if status != 200:
+        raise Wrong(f"status {status}: {answer}")
+    text = answer["choices"][0]["message"]["content"]
+    if text != expected:
+        raise Wrong(f"it says {text!r}, and on the CPU {expected!r}")
+    return {"text": text, "kept": answer["usage"]["kvtool"]["kept_tokens"]}
 
 
 def flash(settings: Settings) -> Record:
