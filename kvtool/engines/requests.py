@@ -144,12 +144,23 @@ def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused("`generation_config` is a JSON object, or a text that holds one")
     names = ("max_new_tokens", "temperature", "top_p", "do_sample")
     settings = {name: found[name] for name in names if found.get(name) is not None}
+    for name, value in found.items():
+        if not (name in names or holds_nothing(value) or _is_idle(name, value)):
+            raise Refused(f"kvtool serve does no `{name}` of {show(value)}")
     if settings.pop("do_sample", False) is True:
         settings.setdefault("temperature", 1.0)
     else:
         settings["temperature"] = 0.0
     own = {name: value for name, value in body.items() if value is not None}
     return settings | own
+
+
+def _is_idle(name: str, value: Any) -> bool:
+    """Say whether a setting of transformers changes no answer."""
+    if name in ("num_beams", "num_return_sequences", "repetition_penalty"):
+        return value == 1
+    idle = ("transformers_version", "use_cache", "return_dict_in_generate")
+    return name in idle or name.startswith(("_", "output_")) or name.endswith("_token_id")
 
 
 def _drawing(settings: Mapping[str, Any]) -> Drawing:

@@ -149,6 +149,25 @@ def test_a_drain_that_is_over_ends_answers():
         assert server.wait(60) == 0
 
 
+def test_the_chat_of_transformers_holds_a_conversation(loaded):
+    """Its command reads questions from a pipe, and says `n` to more than seven tokens."""
+    lines = [QUESTION.replace("\n", " "), "n", "The secret code for falcon:", "n", "!exit"]
+    with serving(loaded=loaded, policy="h2o+caote", budget="48") as server:
+        run = subprocess.run(
+            [
+                *(sys.executable, "-m", "transformers.cli.transformers", "chat", "reference"),
+                *(server.address, "max_new_tokens=7", "do_sample=False", "--user", "me"),
+            ],
+            input="\n".join(lines),
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.count("7 tokens in") == 2
+        assert "7429103" in run.stdout
+        assert server.ask("/health")[1]["held"] == 1  # the second question went on with the first
+
+
 def test_a_port_that_is_taken_is_said_at_once(loaded):
     with serving(loaded=loaded) as server:
         port = server.address.rsplit(":", 1)[1].split("/")[0]
