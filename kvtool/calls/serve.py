@@ -21,7 +21,7 @@ from kvtool.extras import require
 from kvtool.model_shape import trained_length
 from kvtool.policies.grammar import listed_policies, parse_policy
 from kvtool.processes import check_alone
-from kvtool.sizes import Budget
+from kvtool.sizes import Budget, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
@@ -82,13 +82,13 @@ class ServeRun:
                     f"note: whoever reaches {settings.host} may ask; --api-key lets in only some"
                 )
             with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-                served = self._serve(loaded)
+                served = self._serve(loaded, watcher)
                 try:
                     _run(served, settings, listening, on_ready)
                 finally:
                     served.answers.stop()
 
-    def _serve(self, loaded: Loaded) -> Served:
+    def _serve(self, loaded: Loaded, watcher: Watcher) -> Served:
         from kvtool.engines.offers import Opener
         from kvtool.engines.server import Served
         from kvtool.generation.live import LiveAnswers
@@ -96,15 +96,39 @@ class ServeRun:
 
         settings, model = self.settings, loaded.model
         check_drawing(model, loaded.tokenizer, drawing_settings(model, 1, 0.0, 0))
-        memory, most = room_for_rows(settings.memory_bytes, settings.device_map, model)
         longest = settings.longest or trained_length(model.config)
         offers, also = self._offers(loaded)
+        memory, most = self._room(loaded, list(offers.values()), watcher)
         answers = LiveAnswers(model, loaded.tokenizer, memory=memory, most_sequences=most)
         opener = Opener(loaded, longest)
         choose = _Chooser(self, loaded)
         new = settings.new_tokens
         names = choose.names
         return Served(loaded, offers, also, choose, names, opener, answers, settings.key, new)
+
+    def _room(
+        self, loaded: Loaded, offers: list[Offer], watcher: Watcher
+    ) -> tuple[int | None, int | None]:
+        """Return how many bytes requests and conversations may take, and how many requests.
+
+        Raises:
+            UsageError: the texts that conversations start from take all of the memory.
+        """
+        settings = self.settings
+        books = {id(offer.base): offer.base_bytes for offer in offers if offer.base is not None}
+        held = sum(books.values())
+        if books:
+            texts = "1 cached text" if len(books) == 1 else f"{len(books)} cached texts"
+            watcher.note(f"memory: {bytes_in_words(held)} for {texts}")
+        memory, most = room_for_rows(settings.memory_bytes, settings.device_map, loaded.model)
+        if memory is None or settings.memory_bytes is None:  # what is free is free beside them
+            return memory, most
+        if held >= memory:
+            raise UsageError(
+                f"the cache files take {held} bytes, and --memory is {memory}",
+                hint="a larger --memory, or fewer files",
+            )
+        return memory - held, most
 
     def _offers(self, loaded: Loaded) -> tuple[dict[str, Offer], dict[str, str]]:
         """Return what is offered, by the names of models, and other names for it."""

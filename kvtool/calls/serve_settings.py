@@ -44,8 +44,8 @@ class ServeSettings(CachedSettings):
         Flag(
             "--memory",
             metavar="BYTES",
-            help="Hold caches of this size, running and waiting for their next turn (8GiB).  "
-            "[default: half of what is free, up to 64 running]",
+            help="Hold caches of this size: texts of --cache, running requests, conversations "
+            "(8GiB).  [default: half of what is free, up to 64 running]",
         ),
     ] = None
     allow_policies: Annotated[

@@ -52,6 +52,14 @@ class Offer:
         """Tokens of the text before."""
         return 0 if self.base is None else max(self.base.tokens_seen())
 
+    @property
+    def base_bytes(self) -> int:
+        """Bytes that the text before takes as long as the server runs."""
+        if self.base is None:
+            return 0
+        report = self.base.report()
+        return report.allocated_bytes + report.state_bytes
+
     def start(self) -> KVCache:
         """Return a cache that holds the text before, or nothing."""
         return self.new_cache() if self.base is None else self.base.copy()

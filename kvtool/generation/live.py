@@ -171,8 +171,8 @@ class LiveAnswers:
         """
         if self.memory is not None and job.sequence_bytes > self.memory:
             raise UsageError(
-                f"the request takes up to {job.sequence_bytes} bytes of cache, and the memory is "
-                f"{self.memory}",
+                f"the request takes up to {job.sequence_bytes} bytes of cache, and the server has "
+                f"{self.memory} for requests",
                 hint="a shorter prompt, fewer tokens or a smaller budget",
             )
         with self._change:

@@ -57,11 +57,17 @@ class Server:
 
 
 @contextmanager
-def serving(**settings) -> Iterator[Server]:
-    """Serve in a thread; the model is loaded unless it is given as `loaded`."""
+def serving(*, note=lambda text: None, **settings) -> Iterator[Server]:
+    """Serve in a thread; the model is loaded unless it is given as `loaded`.
+
+    Args:
+        note: takes the lines that a person should read.
+    """
     from kvtool.calls.serve import prepare_serve
 
     ready, found, failed = threading.Event(), [], []
+    watcher = Watcher()
+    watcher.note = note
     run = prepare_serve(ServeSettings(port=0, drain=0, **settings), Watcher())
 
     def on_ready(address, end):
@@ -70,7 +76,7 @@ def serving(**settings) -> Iterator[Server]:
 
     def work():
         try:
-            run.run(Watcher(), on_ready)
+            run.run(watcher, on_ready)
         except BaseException as error:
             failed.append(error)
             raise

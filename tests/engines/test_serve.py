@@ -9,9 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import kvtool
+from kvtool.calls.serve import prepare_serve
 from kvtool.calls.serve_settings import ServeSettings
 from kvtool.errors import UsageError
 from kvtool.models.load import load
+from kvtool.sizes import bytes_in_words
+from kvtool.watcher import Watcher
 from tests.chat_templates import CHATML
 from tests.engines.serving import needs_serve, serving
 
@@ -259,6 +262,8 @@ HI = [{"role": "user", "content": "Hi"}]
         (CHAT, {"messages": HI, "temprature": 1}, 400, "temperature"),
         (CHAT, {"messages": HI, "model": "other"}, 404, "`reference`"),
         (CHAT, {"messages": HI, "kvtool": 1}, 400, "kvtool is an object"),
+        (CHAT, {"messages": HI, "generation_config": '{"top_k": 5}'}, 400, "no `top_k` of `5`"),
+        (CHAT, {"messages": HI, "generation_config": "[]"}, 400, "a JSON object"),
         (CHAT, {"messages": [{"role": "user", "content": "a b " * 3000}]}, 400, "2000 are allowed"),
         ("/v1/completions", {"prompt": ["a", "b"]}, 400, "prompt"),
         ("/v1/completions", {"prompt": " "}, 400, "prompt is empty"),
@@ -323,7 +328,7 @@ def test_held_conversations_leave_when_the_memory_is_full(loaded):
         assert (last, oldest) == (True, False)
     with serving(loaded=loaded, memory="20000B") as server:
         status, found = server.ask(CHAT, {"messages": HI, "max_tokens": 1000})
-        assert (status, "the memory is 20000" in found["error"]["message"]) == (400, True)
+        assert (status, "has 20000 for" in found["error"]["message"]) == (400, True)
 
 
 def test_conversations_start_from_cached_texts(loaded, tmp_path):
@@ -371,6 +376,23 @@ def test_conversations_start_from_cached_texts(loaded, tmp_path):
         assert answer.choices[0].message.content == turns[0].text
 
 
+def test_cached_texts_count_in_the_memory(loaded, tmp_path):
+    book = tmp_path / "book.kv.safetensors"
+    settings = {"tokenizer": loaded.tokenizer, "save": book}
+    cache = kvtool.compress(loaded.model, TEXT * 6, "snapkv", 40, **settings)
+    held = cache.report().allocated_bytes + cache.report().state_bytes
+    given = {"loaded": loaded, "cache": [str(book)]}
+    notes = []
+    with serving(**given, memory=f"{held + 20000}B", note=notes.append) as server:
+        status, found = server.ask(CHAT, {"messages": HI, "max_tokens": 1000})
+        assert (status, "has 20000 for" in found["error"]["message"]) == (400, True)
+    assert f"memory: {bytes_in_words(held)} for 1 cached text" in notes
+    with pytest.raises(UsageError, match=f"take {held} bytes, and --memory is {held}"):
+        prepare_serve(ServeSettings(port=0, **given, memory=f"{held}B"), Watcher()).run(
+            Watcher(), print
+        )
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -387,8 +409,5 @@ def test_conversations_start_from_cached_texts(loaded, tmp_path):
     ],
 )
 def test_a_server_that_cannot_be_is_refused_before_the_model_is_loaded(settings, words):
-    from kvtool.calls.serve import prepare_serve
-    from kvtool.watcher import Watcher
-
     with pytest.raises(UsageError, match=words):
         prepare_serve(ServeSettings(port=0, **settings), Watcher()).run(Watcher(), print)
