@@ -8,13 +8,13 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
-from kvtool.calls.settings import PromptSettings
 from kvtool.documents.settings import ModelFields, Setting, settings_of
 from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import LARGEST_SEED, Budget
 
 if TYPE_CHECKING:
+    from kvtool.calls.settings import PromptSettings
     from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
 
@@ -29,7 +29,7 @@ class Unsaid(Enum):
 
 
 UNSAID = Unsaid.UNSAID
-Settings = TypeVar("Settings", bound=PromptSettings)
+Settings = TypeVar("Settings", bound="PromptSettings")
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 _FILES = ("prompt_file", "save", "show", "export_vllm")

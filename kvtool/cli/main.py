@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import re
 import sys
@@ -84,6 +85,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
         _forget_stdout()
         code = code or 1
         _tell(_explain(error) or KvtoolError("stdout cannot be written"))
+    gc.freeze()  # nothing is left to collect one by one while the interpreter ends
     sys.exit(code)
 
 

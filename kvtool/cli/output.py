@@ -48,7 +48,7 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
     """
     from kvtool.documents.document import Section
     from kvtool.documents.memory import RunMemory
-    from kvtool.documents.writers import dump_yaml
+    from kvtool.documents.yaml_writer import dump_yaml
 
     def plain(value: Any) -> Any:
         if isinstance(value, Section):

@@ -99,7 +99,7 @@ def _write(data: Any, table: RenderableType, options: PoliciesSettings, terminal
         return
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     if form == "yaml":
-        from kvtool.documents.writers import dump_yaml
+        from kvtool.documents.yaml_writer import dump_yaml
 
         text = dump_yaml(json.loads(text))  # tuples are lists, as in JSON
     write_data(text, options, terminal)

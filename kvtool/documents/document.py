@@ -20,7 +20,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from kvtool.documents.writers import dump_json, dump_yaml
+from kvtool.documents.json_writer import dump_json
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH, parse_count
 
 VIEW, TEXT = "kvtool.report.view", "kvtool.report.text"
@@ -81,6 +81,8 @@ class Document(Section):
 
     def to_yaml(self) -> str:
         """Return the document as YAML, in the same order, with units as comments."""
+        from kvtool.documents.yaml_writer import dump_yaml
+
         return dump_yaml(self.to_data(), dict(self.units()))
 
 

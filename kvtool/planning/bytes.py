@@ -14,8 +14,9 @@ A cache allocates by that rule, and a forecast counts by it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import mul
 from typing import TYPE_CHECKING
 
 from kvtool.model_shape import LayerShape
@@ -72,12 +73,18 @@ def kv_bytes(
     layers: Sequence[LayerShape | None], tokens: Sequence[int], codec: Codec | None = None
 ) -> int:
     """Count the bytes of one sequence's keys and values, with a number of tokens for each layer."""
-    pairs = zip(layers, tokens, strict=True)
-    return sum(
-        layer.kv_heads * stored_bytes(layer, codec) * count
-        for layer, count in pairs
-        if layer is not None
-    )
+    sizes = of_layers(layers, lambda layer: layer.kv_heads * stored_bytes(layer, codec))
+    return sum(map(mul, sizes, tokens))
+
+
+def of_layers(layers: Sequence[LayerShape | None], count: Callable[[LayerShape], int]) -> list[int]:
+    """Count something of each layer, once for all that are one object; 0 for None.
+
+    The layers of a model are mostly one object, and the ways of a plan count often.
+    """
+    different = {id(layer): layer for layer in layers}
+    known = {key: 0 if layer is None else count(layer) for key, layer in different.items()}
+    return [known[id(layer)] for layer in layers]
 
 
 def check_dims(policy: Policy | None, layers: Sequence[LayerShape | None]) -> None:
@@ -194,9 +201,9 @@ def forecast(
         budgets: of those without a window, in order.
     """
     free = [layer for layer in layers if layer is not None and layer.window is None]
-    totals = [0, 0, 0, 0]
+    counts = [(0, 0, 0, 0)]
     if free and policy is not None and policy.score.layer_tokens == "same":
-        totals[0] += _shared(policy, free[0], budgets[0], text)
+        counts = [(_shared(policy, free[0], budgets[0], text), 0, 0, 0)]
     by_place = policy is not None and policy.head_split is not None
     known: dict[tuple[LayerShape, LayerBudget | None, int | None], tuple[int, int, int, int]] = {}
     last: tuple[LayerShape, LayerBudget | None, tuple[int, int, int, int]] | None = None
@@ -210,9 +217,9 @@ def forecast(
             if same not in known:  # a reader is tried out for each, which takes long
                 known[same] = _of_layer(policy, layer, budget, text, (place, len(free)))
             last = layer, budget, known[same]
-        totals = [sum(pair) for pair in zip(totals, last[2], strict=True)]
+        counts.append(last[2])
         place += budget is not None
-    storage, traffic, full_traffic, kv = totals
+    storage, traffic, full_traffic, kv = map(sum, zip(*counts, strict=True))
     full, sequences = kv_bytes(layers, tokens_held(layers, text.full)), text.sequences
     found = (storage, traffic, full, full_traffic, kv)
     return Forecast(*(count * sequences for count in found))

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.profile import AnswerLosses, ProfileDocument
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import LossForecast
 from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
 from kvtool.policies.parts import Allocator
 
 if TYPE_CHECKING:
+    from kvtool.documents.profile import AnswerLosses, ProfileDocument
     from kvtool.policies.policy import Policy
 
 

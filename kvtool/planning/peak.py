@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.bytes import Text, grown, slot_bytes
+from kvtool.planning.bytes import Text, grown, of_layers, slot_bytes
 from kvtool.policies.parts import Evidence
 from kvtool.sizes import LONG_PROMPT
 
@@ -49,7 +49,8 @@ def reading_bytes(
         waits: whether layers of free budget are cut only once all of them have read the prompt.
     """
     sizes = _slot_sizes(layers, policy, policy.codec)
-    joined = _slot_sizes(layers, policy, None)  # with the block, in the model's dtype
+    # with the block, in the model's dtype
+    joined = sizes if policy.codec is None else _slot_sizes(layers, policy, None)
     block = n if waits else min(block, n)
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
     reading = [
@@ -66,10 +67,7 @@ def _slot_sizes(
 ) -> list[int]:
     """Return the bytes of a slot in all heads of each layer."""
     numbers = len(policy.statistics)
-    return [
-        0 if layer is None else layer.kv_heads * slot_bytes(layer, numbers, codec)
-        for layer in layers
-    ]
+    return of_layers(layers, lambda layer: layer.kv_heads * slot_bytes(layer, numbers, codec))
 
 
 @lru_cache

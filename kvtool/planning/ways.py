@@ -90,7 +90,11 @@ class Room:
         return min(self.peak(policy, tokens, prefill) for prefill in _PREFILLS)
 
     def most_tokens(self, policy: Policy) -> int | None:
-        """Return the largest budget that fits, the prompt at most; None where none does."""
+        """Return the largest budget that fits, the prompt at most; None where none does.
+
+        The whole prompt is asked about by itself: buffers that keep it grow while it is read in
+        blocks, and take more than those of a token less.
+        """
         found = self.text.prompt
         least = min(policy.min_budget, found)
         limits: list[tuple[Callable[[int], int], int | None]] = [
@@ -98,7 +102,9 @@ class Room:
             (lambda tokens: self.least_peak(policy, tokens), self.memory),
         ]
         for cost, limit in limits:
-            within = found if limit is None else largest_within(cost, limit, least, found)
+            if limit is None or cost(found) <= limit:
+                continue
+            within = largest_within(cost, limit, least, found - 1) if least < found else None
             if within is None:
                 return None
             found = within

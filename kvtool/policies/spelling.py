@@ -184,11 +184,12 @@ def check_numbers(part: Any) -> None:
     """
     for each in fields(part):
         value = getattr(part, each.name)
-        label = f"{part_name(part)}: {each.name}"
         if isinstance(value, float) and not math.isfinite(value):
+            label = f"{part_name(part)}: {each.name}"
             raise UsageError(f"{label} must be a finite number, got {value}")
         most = LARGEST_SEED if each.name == "seed" else MOST_TOKENS
         if isinstance(value, int) and value > most:
+            label = f"{part_name(part)}: {each.name}"
             raise UsageError(f"{label} must be at most {most}, got {quote(value)}")
 
 

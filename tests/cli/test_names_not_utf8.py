@@ -10,8 +10,9 @@ import torch
 import kvtool as package
 from kvtool.cache.files.format import read_metadata
 from kvtool.documents.files import write_text
+from kvtool.documents.json_writer import dump_json
 from kvtool.documents.source import Source
-from kvtool.documents.writers import dump_json, dump_yaml
+from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.models import reference
 from tests.models_for_tests import peaky_model, random_ids
 

@@ -83,6 +83,23 @@ def test_a_plan_from_a_configuration_needs_no_torch(tmp_path, policy, form):
     assert ended("plan-budget", *model, "-b", "64", "-p", policy)[-1] == "0 ['pydantic']"
 
 
+@pytest.mark.skipif(not reads_plain_configs(), reason="transformers reads the configuration")
+def test_ways_as_text_come_without_what_they_do_not_use(tmp_path):
+    """Half a second of processor time leaves no room for YAML, profiles or settings of prompts."""
+    (tmp_path / "config.json").write_bytes((reference.path() / "config.json").read_bytes())
+    program = (
+        "import sys\nfrom kvtool.cli.main import main\ncode = main(sys.argv[1:])\n"
+        "unused = {'torch', 'transformers', 'numpy', 'yaml', 'kvtool.documents.profile',\n"
+        "    'kvtool.documents.results', 'kvtool.documents.recipe', 'kvtool.calls.settings'}\n"
+        "print(code, sorted(unused & set(sys.modules)), file=sys.stderr)"
+    )
+    command = ["plan-budget", "-m", str(tmp_path), "--memory", "8MiB", "-q", "-f", "text"]
+    run = [sys.executable, "-c", program, *command]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert " ways fit" in done.stdout
+    assert done.stderr == "0 []\n"
+
+
 def test_a_missing_gpu_is_refused_without_transformers():
     lines = ended("generate", "--device", "cuda:63")
     assert "error: no device `cuda:63`" in lines[-3]

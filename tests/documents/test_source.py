@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
 from kvtool.documents.source import DocumentError, Source, check_kind, read_source
-from kvtool.documents.writers import dump_yaml
+from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.errors import UsageError
 
 

@@ -12,7 +12,7 @@ from kvtool.documents.readers import parse_yaml
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.documents.tree import DocumentError
-from kvtool.documents.writers import dump_yaml
+from kvtool.documents.yaml_writer import dump_yaml
 
 SECONDS = 5.0
 COUNT = 50_000

@@ -12,7 +12,7 @@ from kvtool.documents import generation, plan, profile
 from kvtool.documents.document import Document, Section, Unit
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
-from kvtool.documents.writers import dump_yaml
+from kvtool.documents.yaml_writer import dump_yaml
 from tests.documents.test_plan import PLAN
 from tests.documents.test_plan import read as read_plan
 

@@ -12,7 +12,7 @@ import torch
 import kvtool
 from kvtool.documents.source import read_source
 from kvtool.documents.turns import read_turns
-from kvtool.documents.writers import dump_yaml
+from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.generation import decode_step, prefill
 from tests.fuzz.contract import Case, command
 from tests.fuzz.mutate import mutate_bytes, mutate_data, mutate_text, odd_word, vary

@@ -1,8 +1,7 @@
-"""Write documents: YAML that our reader gives back as it was, and indented JSON."""
+"""Write documents as YAML that our reader gives back as it was."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from textwrap import indent
 from typing import Any
@@ -99,30 +98,3 @@ def _remark(text: str, unit: str, width: int) -> str:
     line = f"{first}  # {unit}"
     wrapped = bool(rest) and not first.endswith(":")
     return f"# {unit}\n{text}" if wrapped or len(line) > width else f"{line}\n{rest}"
-
-
-def dump_json(value: Any, margin: str = "") -> str:
-    """Write dictionaries, lists and scalars, indented.
-
-    >>> print(dump_json({"a": [1, None], "b": ["x"]}))
-    {
-      "a": [1, null],
-      "b": [
-        "x"
-      ]
-    }
-    """
-    inner = margin + _STEP
-    if isinstance(value, dict) and value:
-        lines = [f"{inner}{_scalar(key)}: {dump_json(each, inner)}" for key, each in value.items()]
-        return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
-    if isinstance(value, list) and not all(
-        each is None or isinstance(each, (int, float)) for each in value
-    ):
-        return "[\n" + ",\n".join(inner + dump_json(e, inner) for e in value) + f"\n{margin}]"
-    return _scalar(value)
-
-
-def _scalar(value: Any) -> str:
-    plain = printable(value) if isinstance(value, str) else value
-    return json.dumps(plain, ensure_ascii=False)
