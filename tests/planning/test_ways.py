@@ -14,7 +14,7 @@ from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.losses import NOISE, packaged
 from kvtool.planning.recommend import measured_losses
 from kvtool.planning.variants import Variant
-from kvtool.planning.ways import Room, largest_within, list_ways
+from kvtool.planning.ways import NEARLY, Room, largest_within, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
@@ -92,6 +92,35 @@ def test_the_order_is_by_steps_of_the_noise_and_then_by_what_is_kept(llama):
     keys = [(int(way.loss.worse / NOISE), -way.share) for way in ways]
     assert keys == sorted(keys)
     assert len({step for step, _ in keys}) > 3
+
+
+def test_ways_that_keep_nearly_everything_are_listed_once(llama):
+    """A token less than all takes buffers that do not grow, whichever policy evicts it."""
+    document = ways_of(llama, memory="24GiB", context="103424")
+    fitting = [way for way in document.ways if way.fits]
+    assert [way.policy for way in fitting][:4] == [
+        "full+k8v4",
+        "full+int4",
+        "expected+int8",
+        "expected",
+    ]
+    assert fitting[2].tokens == document.target.prompt_tokens - 1
+    assert all(way.share < NEARLY for way in fitting[3:])
+    # where everything fits in the same bits, nothing that keeps nearly all is beside it
+    size = str(by_name(document)["full+int8"].bytes)
+    ways = by_name(ways_of(llama, bytes=size, context="103424"))
+    assert ways["full+int8"].fits
+    assert "rkv+int8" not in ways
+    less = f"{int(size) - 2**20}"
+    ways = by_name(ways_of(llama, bytes=less, context="103424"))
+    fits = [name for name in ways if name.endswith("+int8") and ways[name].fits]
+    assert fits == ["expected+int8"]
+    assert NEARLY <= ways["expected+int8"].share < 1
+
+
+def test_policies_that_keep_nearly_everything_differ_by_less_than_the_noise():
+    losses = packaged()
+    assert max(losses.at(name, NEARLY).worse for name in losses.offered) < NOISE / 2
 
 
 def test_sparse_reading_fits_where_the_whole_cache_does(llama):
