@@ -5,8 +5,9 @@ python recipes/allocation/page.py
 
 import json
 from pathlib import Path
+from textwrap import fill
 
-from kvtool.evaluation.verdict import difference
+from kvtool.evaluation.verdict import Estimate, difference
 
 HERE = Path(__file__).parent
 HEAD = """# Which layers should have the budget?
@@ -18,6 +19,21 @@ from equal budgets (`uniform`) with its paired 95 % interval, in points. It is *
 interval leaves out 0.
 
 """
+DEFAULT = """## The default
+
+Cells whose interval is above equal budgets, and cells whose interval is below. An allocator wins on
+a model if some are above and none is below.
+
+| allocator | {models} |
+| --- |{lines}
+{counts}
+{said}
+
+"""
+SAID = (
+    "A plan from a profile splits by `d2o` where `--allocator` names no other: the rule of "
+    "`d2o-alloc`, on the attention of the profile's texts in place of the prompt's."
+)
 TAIL = """## The plans
 
 `optimal(answer_loss)` is `kvtool plan-budget --allocator optimal`: the layers whose cut costs the
@@ -53,11 +69,63 @@ TITLES = {
 def page(folder: Path) -> str:
     """Return the page as text, from the results and plans of a folder."""
     parts, plans = [HEAD], []
+    counts = list[dict[str, tuple[int, int, int]]]()
     for name, title in TITLES.items():
         run = json.loads((folder / "results" / f"{name}.json").read_text())
         parts.append(_section(title, run["results"], run["environment"]))
+        counts.append(_counts(run["results"]))
         plans += [_plan(path) for path in sorted((folder / "plans").glob(f"{name}-answer_loss-*"))]
-    return "".join(parts) + TAIL.replace("{plans}", "".join(plans))
+    return "".join([*parts, _default(counts)]) + TAIL.replace("{plans}", "".join(plans))
+
+
+def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
+    """Count the cells of each allocator: surely above equal budgets, surely below, all."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for cells in (each for tasks in results.values() for each in tasks.values()):
+        count = min(map(len, cells.values()))
+        for arm, own in cells.items():
+            allocator, _, budget = arm.partition("@")
+            if budget and allocator != "uniform":
+                apart = _apart(own[:count], cells[f"uniform@{budget}"][:count])
+                sure = apart.low is not None and apart.high is not None
+                above, below, every = found.get(allocator, (0, 0, 0))
+                above += sure and apart.low > 0
+                below += sure and apart.high < 0
+                found[allocator] = above, below, every + 1
+    return found
+
+
+def _default(counts: list[dict[str, tuple[int, int, int]]]) -> str:
+    """Say which allocators win on both models, and what the default is."""
+    rows, winners = "", []
+    for name in counts[0]:
+        own = [each[name] for each in counts]
+        cells = [f"{above} above, {below} below, of {every}" for above, below, every in own]
+        rows += f"| `{name}` | {' | '.join(cells)} |\n"
+        if all(above > 0 and below == 0 for above, below, _ in own):
+            winners.append(f"`{name}`")
+    said = [f"{', '.join(winners)} wins on both models.", SAID]
+    if not winners:
+        said = ["No allocator wins on both models, so the default stays as it is.", SAID]
+    worse = [
+        f"{own['d2o-alloc'][1]} of {own['d2o-alloc'][2]} cells of {title}"
+        for own, title in zip(counts, TITLES.values(), strict=True)
+        if own["d2o-alloc"][1]
+    ]
+    if worse:
+        said.append(f"This rule is below equal budgets in {' and '.join(worse)}.")
+        said.append("There `--allocator uniform` finds more codes.")
+    return (
+        DEFAULT.replace("{models}", " | ".join(TITLES.values()))
+        .replace("{lines}", " --- |" * len(TITLES))
+        .replace("{counts}", rows)
+        .replace("{said}", fill(" ".join(said), 100, break_on_hyphens=False))
+    )
+
+
+def _apart(found: list[float], even: list[float]) -> Estimate:
+    """Compare the same texts under an allocator and under equal budgets."""
+    return difference([(each, 1.0) for each in found], [(each, 1.0) for each in even])
 
 
 def _section(title: str, results: dict, environment: dict) -> str:
@@ -85,7 +153,7 @@ def _cell(found: list[float], even: list[float]) -> str:
     score = f"{100 * sum(found) / len(found):.0f}"
     if found is even or found == even:
         return score
-    apart = difference([(each, 1.0) for each in found], [(each, 1.0) for each in even])
+    apart = _apart(found, even)
     if apart.low is None or apart.high is None:
         return score
     text = f"{100 * apart.value:+.0f} ({100 * apart.low:+.0f} to {100 * apart.high:+.0f})"
