@@ -53,9 +53,9 @@ def cases(settings: Settings) -> Iterator[Case]:
     """Policies in both ways to read a prompt, and plans made for bytes."""
     policies = ("h2o", "snapkv", "quest") if settings.tiny else POLICIES
     for policy, mode in product(policies, ("full", "block")):
-        yield Case(f"{policy} {mode}", partial(held, settings, policy, mode))
+        yield Case(f"{policy} {mode}", partial(held, settings, policy, mode), beside=True)
     for policy in ("h2o",) if settings.tiny else PLANNED:
-        yield Case(f"plan {policy}", partial(planned, settings, policy))
+        yield Case(f"plan {policy}", partial(planned, settings, policy), beside=True)
 
 
 def held(settings: Settings, policy: str, mode: str) -> Record:
