@@ -42,6 +42,26 @@ def test_policies_are_compared_on_a_text_of_the_readers(tmp_path):
     assert re.search(r"^full +1.00 +100%$", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.exhaustive
+def test_processes_of_ray_share_a_run(tmp_path):
+    pytest.importorskip("ray")
+    script = str(EXAMPLES.parent / "eval_on_ray.py")
+    asked = ["-t", "niah", "-p", "h2o", "-b", "64", "--lengths", "256", "--samples", "1"]
+    values = []
+    for command in ([script, "2"], ["-m", "kvtool", "eval"]):
+        folder = tmp_path / f"run{len(values)}"
+        done = subprocess.run(
+            [sys.executable, *command, *asked, "-o", str(folder)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        results = json.loads((folder / "results.json").read_text())["results"]
+        values.append([(result["arm"], result["value"]) for result in results])
+    assert values[0] == values[1]
+
+
 def test_there_are_two_examples():
     assert {path.stem for path in EXAMPLES.glob("*.py")} >= {"compress_a_book", "compare_policies"}
 
