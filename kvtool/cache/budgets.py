@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvtool.cache.features.deferred_cut import Deferred
+from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.traffic import TrafficBudgets
@@ -24,6 +25,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.bytes import Text
 from kvtool.planning.held import tokens_for_bytes
+from kvtool.policies.allocate.problem import UNLIMITED
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, fraction_of
@@ -254,7 +256,7 @@ class StoredBudgets:
                 layer.grow_exactly(True)
             self._set(layer, [max(lengths)])
         else:
-            self._set(layer, self._of_entries(layer, lengths))
+            self._set(layer, self._of_entries(layer, lengths), lengths)
 
     def plan_block(self, q_len: int, valid: Tensor | None, lengths: list[int] | None) -> None:
         """Fix what may be kept before a block is read, where something is stored already.
@@ -320,7 +322,12 @@ class StoredBudgets:
             self._set(layer, self._of_entries(layer, lengths))
         return layers
 
-    def _set(self, layer: SlotLayer, rows: list[int]) -> None:
+    def _set(self, layer: SlotLayer, rows: list[int], lengths: list[int] | None = None) -> None:
+        part = HeadBudgets.of(layer)
+        if part is not None and part.split.fixed:
+            place = self._free.index(layer)
+            pairs = zip(rows, lengths or [UNLIMITED] * len(rows), strict=True)
+            part.fix([self._of_heads(place, tokens, n) for tokens, n in pairs])
         budget = LayerBudget.of(rows, layer.slots.device, layer.budget.by_head)
         layer.set_budget(budget)
         if budget.min_budget < budget.max_budget:
@@ -341,11 +348,24 @@ class StoredBudgets:
             if key not in self._known:
                 spread = self.spreads[row] if self.spreads else None
                 budgets = self._split.for_prompt(mean, n, spread)
-                if min(budgets) < n:
-                    self.policy.check_budget(min(budgets))
+                least = min(min(self._of_heads(i, own, n)) for i, own in enumerate(budgets))
+                if least < n:
+                    self.policy.check_budget(least)
                 self._known[key] = budgets
             rows.append(self._known[key][place])
         return rows
+
+    def _of_heads(self, place: int, tokens: int, n: int) -> list[int]:
+        """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known.
+
+        Args:
+            place: of the layer among those of free budget.
+            tokens: of the layer, per head in the mean.
+        """
+        split, shape = self.policy.head_split, self.facts.layers[self._free[place].index]
+        if split is None or not split.fixed or shape is None:
+            return [tokens]
+        return split.forecast(tokens, n, shape.kv_heads, (place, len(self._free)))
 
     @property
     def _needs_length(self) -> bool:

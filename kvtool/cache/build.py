@@ -92,7 +92,6 @@ def make_cache(
     model, policy = uncompiled(model), parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
-    check_shared(config, policy)
     check_codec(model, policy)
     if plan is not None:
         if budget is not None:
@@ -102,6 +101,7 @@ def make_cache(
         check_run(plan, policy, str(model.dtype).removeprefix("torch."))
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
+    check_shared(config, policy)
     request = None if budget is None else Budget.parse(budget)
     if not policy.takes_budget:
         request = None

@@ -127,6 +127,9 @@ class Target(Section):
         return self.context - self.max_new_tokens
 
 
+_PER_HEAD_OF_LAYER = Unit("a list per layer, a number per KV head")
+
+
 class LayerPlan(Section):
     """Tokens per layer and KV head.
 
@@ -142,12 +145,22 @@ class LayerPlan(Section):
         tokens: for a prompt of `target.prompt_tokens`; those of free layers sum to the target
             times their number.
         fractions: tokens as a share of that prompt.
+        heads: tokens of each KV head of the layers whose budget is free, where heads have budgets
+            of their own; their mean is the layer's.
     """
 
     allocator: str = "uniform"
     min_tokens: TokenCount = 1
     tokens: Annotated[list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]], PER_HEAD]
     fractions: Annotated[list[Share | None] | None, Unit("of the prompt, per layer")] = None
+    heads: Annotated[list[list[TokenCount] | None] | None, _PER_HEAD_OF_LAYER] = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        data: dict[str, Any] = serialize(self)
+        if self.heads is None:
+            data.pop("heads", None)
+        return data
 
 
 class Cost(Section):
@@ -271,6 +284,14 @@ class PlanDocument(ShownDocument):
         return [i for i, kind in enumerate(self.model.layer_types) if kind in FREE]
 
     @property
+    def smallest_budget(self) -> int:
+        """Tokens of the layer, or of the KV head, that has fewest."""
+        heads = self.layers.heads
+        if heads is None:
+            return min(self.layers.tokens[i] for i in self.free_layers)
+        return min(min(own) for own in heads if own)
+
+    @property
     def planned_bytes(self) -> int | None:
         """Bytes that are held by its totals, None where it has none."""
         return self.totals.storage.bytes if self.totals and self.totals.storage else None
@@ -301,6 +322,34 @@ class PlanDocument(ShownDocument):
                 )
         if not self.free_layers:
             raise ValueError("no layer has a budget to plan")
+        return self
+
+    @model_validator(mode="after")
+    def _heads_fit_their_layers(self) -> PlanDocument:
+        heads = self.layers.heads
+        if heads is None:
+            return self
+        if len(heads) != self.model.layers:
+            raise ValueError(
+                f"`layers.heads` has {len(heads)} entries, but the model {self.model.layers} layers"
+            )
+        for i, own in enumerate(heads):
+            if (i in self.free_layers) != (own is not None):
+                kind = self.model.layer_types[i]
+                what = "needs tokens" if own is None else "has no budget of its own to plan"
+                raise ValueError(f"`layers.heads.{i}`: a layer of kind `{kind}` {what}")
+            if own is None:
+                continue
+            mean, least = self.layers.tokens[i], self.layers.min_tokens
+            if sum(own) != mean * len(own):
+                message = (
+                    f"{sum(own)} tokens in {len(own)} KV heads do not agree with "
+                    f"`layers.tokens.{i}`, {mean} in each on average"
+                )
+                raise disagreement(("layers", "heads", i), own, message)
+            if min(own) < least:
+                message = f"a KV head has {min(own)} tokens, below `layers.min_tokens` {least}"
+                raise disagreement(("layers", "heads", i), own, message)
         return self
 
     @model_validator(mode="after")

@@ -48,6 +48,7 @@ def check_derived(plan: PlanDocument, config: Any, known: Iterable[Policy] = ())
     check_plan(plan, config)
     _check_model(plan, config)
     exact = layer_shapes(config, plan.model.dtype)
+    _check_heads(plan, exact)
     readings = list(_readings(plan.model, exact))
     _check_windows(plan, readings)
     policy = _policy(plan, known)
@@ -120,6 +121,18 @@ def _check_windows(plan: PlanDocument, readings: Sequence[list[LayerShape | None
                 f"the plan's `layers.tokens.{i}` is {given}, and a layer of kind `{kind}` keeps "
                 f"{right[0]} tokens, whatever the budget",
                 hint=f"put {right[0]} there",
+            )
+
+
+def _check_heads(plan: PlanDocument, exact: list[LayerShape | None]) -> None:
+    """Refuse budgets of more or fewer KV heads than a layer has."""
+    for i, own in enumerate(plan.layers.heads or []):
+        shape = exact[i]
+        if own is not None and shape is not None and len(own) != shape.kv_heads:
+            raise UsageError(
+                f"the plan's `layers.heads.{i}` has {len(own)} KV heads, and the model "
+                f"{shape.kv_heads}",
+                hint=_REMAKE,
             )
 
 

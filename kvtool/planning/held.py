@@ -27,9 +27,11 @@ from kvtool.planning.rocketkv import (
     sized_reader,
     tokens_left,
 )
+from kvtool.policies.allocate.fixed import PlannedHeads
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.policies.allocate.table import parse_allocator
+from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 
@@ -100,8 +102,15 @@ def planned_heads(policy: Policy, plan: PlanDocument) -> Policy:
     """Return the policy with the plan's split over heads, if it has one and the policy none.
 
     Raises:
-        UsageError: the policy cannot split a budget over heads.
+        UsageError: the policy cannot split a budget over heads; a plan has budgets of heads, and
+            the policy cannot hold them.
     """
+    if plan.layers.heads is not None:
+        planned = policy.head_split is not None and policy.head_split.fixed
+        if planned or not policy.takes_budget:
+            return policy
+        heads = tuple(tuple(own) for own in plan.layers.heads if own is not None)
+        return with_fixed_heads(policy, PlannedHeads(heads=heads, least=plan.layers.min_tokens))
     split = parse_allocator(plan.layers.allocator)
     if not isinstance(split, HeadSplit) or policy.head_split is not None:
         return policy

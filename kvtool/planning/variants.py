@@ -78,7 +78,7 @@ def make_variants(
             continue
         if plan is not None:
             if not policy.budget_is_traffic:
-                policy.check_budget(min(plan.layers.tokens[i] for i in plan.free_layers))
+                policy.check_budget(plan.smallest_budget)
             variants.append(Variant(policy, plan.target.budget, prefill, plan))
             continue
         for size in sizes:

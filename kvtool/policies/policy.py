@@ -413,7 +413,8 @@ class Policy:
 
     def __str__(self) -> str:
         """Spell it: lower case, only the parameters that differ from their defaults."""
-        parts = self._parts
+        fixed = self.heads is not None and self.heads.fixed  # a plan has it
+        parts = [part for part in self._parts if not (fixed and part is self.heads)]
         if self.read is not None and self.score == Full():
             parts = [self.read]
         return "+".join(part_name(part) + spell_settings(part) for part in parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
@@ -20,6 +21,8 @@ class HeadBudgets(Part):
         split: how it is split.
         rank: (kv_heads,) integers, place of each head among the `ranked` of the model, 0 for the
             one that most needs the whole text; None where heads are not ranked.
+        counts: (batch or 1, kv_heads) int64 on the host, the tokens of each head for the running
+            prompt, where they are fixed.
     """
 
     name = "head_budgets"
@@ -30,6 +33,7 @@ class HeadBudgets(Part):
         self.split = split
         self.rank: Tensor | None = None
         self.ranked = 0
+        self.counts: Tensor | None = None
 
     @classmethod
     def make(cls, site: LayerSite) -> HeadBudgets | None:
@@ -39,6 +43,25 @@ class HeadBudgets(Part):
     def set_ranks(self, rank: Tensor, ranked: int) -> None:
         """Say which heads most need the whole text, among all of the model."""
         self.rank, self.ranked = rank, ranked
+
+    def fix(self, counts: Sequence[Sequence[int]]) -> None:
+        """Say what each head of every batch entry may keep, or of all entries alike."""
+        self.counts = torch.tensor(counts)
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.counts = None  # of a prompt that has been cut; the next one says them anew
+
+    def clear(self) -> None:
+        self.counts = None
+
+    def fixed_heads(self, layer: SlotLayer) -> Tensor | None:
+        heads = layer.slots.heads
+        if not self.split.fixed or layer.slots.kv_heads * heads.processes == 1:
+            return None
+        if self.counts is None:
+            raise RuntimeError("nobody has said what the heads of this layer may keep")
+        counts = self.counts.to(layer.slots.device)
+        return heads.own(counts.expand(layer.slots.batch, -1))
 
     def split_heads(
         self, layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None

@@ -109,6 +109,7 @@ HOOKS = (
     "postpone",
     "before_block",
     "show_block",
+    "fixed_heads",
     "split_heads",
     "select",
     "end_block",
@@ -280,6 +281,13 @@ class Part:
     def show_block(self, view: Any) -> Any:
         """Return the view of a block that has been attended, with what the policy uses."""
         return view
+
+    def fixed_heads(self, layer: Any) -> Tensor | None:
+        """Return what each KV head may keep, (batch, kv_heads), whatever the scores; None: unknown.
+
+        Each head is then scored as if it had a cache of this budget to itself.
+        """
+        return None
 
     def split_heads(
         self, layer: Any, view: Any, importance: Tensor, protected: Tensor | None

@@ -6,7 +6,7 @@ attention that several caches want are made once for those of a kind.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ def cut(
         if layer.policy.two_stages:  # the whole prompt was stored
             layer.slots.shrink(layer.slots.used)
     return chosen
+
+
+def _fixed_heads(layer: SlotLayer) -> Tensor | None:
+    """What each KV head may keep, (batch, kv_heads), where that is known before any score."""
+    for part in layer.parts.at["fixed_heads"]:
+        return part.fixed_heads(layer)
+    return None
 
 
 def _split_heads(
@@ -238,7 +245,10 @@ def leave_block(
         if layer.budget.by_head is not None:
             to_ragged(layer, layer.sorted_slots())
         return None
-    evicted = at_least_zero(view.held - layer.budget.tokens)
+    split = _fixed_heads(layer)
+    if split is not None:
+        view = replace(view, budget=split[..., None])
+    evicted = at_least_zero(view.held - (layer.budget.tokens if split is None else view.budget))
     view, rows = vote_again(layer.policy, view, rows)
     importance, protected = score(layer.policy, view, block.state, rows, evicted)
     note_scores(layer, view, importance, protected)
@@ -249,7 +259,7 @@ def leave_block(
             part.select(keep_top(importance, view.positions, budget, protected, slots)[1])
         store_block(layer, block, raw_key, raw_value)
         return None
-    return cut(layer, view, block.state, (raw_key, raw_value), importance, protected)
+    return cut(layer, view, block.state, (raw_key, raw_value), importance, protected, split)
 
 
 def store_block(layer: SlotLayer, block: Block, raw_key: Tensor, raw_value: Tensor) -> None:

@@ -19,12 +19,14 @@ class HeadSplit(Allocator):
     Attributes:
         by_score: whether heads are compared by their slots' scores.
         whole_prompt: whether a prompt must have been read as a whole.
+        fixed: whether `forecast` is what each head gets, whatever its scores.
         scores: what the heads of the model are ranked by, a file of a score per head or `proxy`;
             None: they are not.
     """
 
     by_score: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = True
+    fixed: ClassVar[bool] = False
     scores: str | None = None
 
     @property

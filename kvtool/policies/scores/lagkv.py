@@ -107,32 +107,41 @@ class LagKV(Score):
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         import torch
 
-        lags = torch.as_tensor(self._lag(view.budget)).expand(len(view.positions), 1, 1)
-        own = lags.flatten().tolist()
-        if len(set(own)) == 1:
-            return self._importance(view, slice(None), own[0])
-        parts = [self._importance(view, slice(i, i + 1), lag) for i, lag in enumerate(own)]
-        return torch.cat(parts)
+        lags = torch.as_tensor(self._lag(view.budget))
+        heads = lags.shape[1] if lags.dim() else 1
+        own: list[list[int]] = lags.expand(len(view.positions), heads, 1)[..., 0].tolist()
+        if len({lag for row in own for lag in row}) == 1:
+            return self._importance(view, (slice(None), slice(None)), own[0][0])
+        places = [slice(None)] if heads == 1 else [slice(i, i + 1) for i in range(heads)]
+        entries = []
+        for i, row in enumerate(own):
+            parts = zip(places, row, strict=True)
+            scores = [self._importance(view, (slice(i, i + 1), head), lag) for head, lag in parts]
+            entries.append(torch.cat(scores, 1))
+        return torch.cat(entries)
 
-    def _importance(self, view: SlotView, entries: slice, lag: int) -> Tensor:
-        """Score batch entries whose partitions have equally many tokens; 1 is what stays anyway."""
+    def _importance(self, view: SlotView, lanes: tuple[slice, slice], lag: int) -> Tensor:
+        """Score heads of batch entries whose partitions have equally many tokens.
+
+        What stays anyway has a score of 1.
+        """
         import torch
 
-        order = _by_place(view.positions[entries], self.sinks)
+        order = _by_place(view.positions[lanes], self.sinks)
         scores = torch.ones(order.shape, device=order.device)
         step = max(_TOKENS // lag, 1) * lag
         judged = (order.shape[-1] // lag - 1) * lag  # at most; a head may hold fewer
         for start in range(0, judged, step):
             stop = min(start + step, judged)
             chunk = order[:, :, start : stop + lag]
-            keys, values = (take(each[0][entries], chunk) for each in (view.keys, view.values))
+            keys, values = (take(each[0][lanes], chunk) for each in (view.keys, view.values))
             results = results_of_partitions(
                 keys.unflatten(2, (-1, lag)), values.unflatten(2, (-1, lag))
             )
             if self.rank:
                 results = ranks(results) / lag
             scores.scatter_(2, order[:, :, start:stop], results.flatten(2))
-        return scores.masked_fill(self._stays(view.positions[entries], order, lag), 1.0)
+        return scores.masked_fill(self._stays(view.positions[lanes], order, lag), 1.0)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         order = _by_place(view.positions, self.sinks)
