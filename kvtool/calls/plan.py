@@ -433,7 +433,7 @@ def _read_curves(
         return None
     found = read_curves(settings.curves, model.shape.layers, model.shape.kv_heads)
     if found.by_head:
-        watcher.note("note: a plan holds budgets of layers; each gets the mean of its heads")
+        watcher.note("note: the curves are of KV heads; each layer gets the mean of its heads")
     return found
 
 

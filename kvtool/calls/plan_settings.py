@@ -93,7 +93,8 @@ class PlanSettings(ModelSettings):
         Flag(
             "--allocator",
             metavar="NAME",
-            help=f"{', '.join(ALLOCATORS)}.  [default: d2o with a profile, else uniform]",
+            help=f"{', '.join(ALLOCATORS)}; over KV heads: optimal(heads=true).  [default: d2o "
+            "with a profile, else uniform]",
         ),
     ] = None
     curves: Annotated[

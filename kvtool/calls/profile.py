@@ -59,7 +59,8 @@ class ProfileSettings(DeviceSettings):
         Flag(
             "--metrics",
             metavar="NAME,..",
-            help=f"What to measure: {', '.join(METRICS)}.",
+            help=f"What to measure: {', '.join(METRICS)}; of KV heads as well: "
+            "answer_loss(heads=true).",
         ),
     ] = ",".join(DEFAULT)
     policy: Annotated[

@@ -112,4 +112,6 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
     for name in OF_POLICY:
         if name in plan.metrics:
             settings[name] = {"policy": str(plan.policy), "budgets": list(plan.budgets)}
+    if plan.heads:
+        settings["answer_loss"]["heads"] = True
     return settings

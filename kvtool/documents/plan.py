@@ -344,7 +344,8 @@ class PlanDocument(ShownDocument):
             if sum(own) != mean * len(own):
                 message = (
                     f"{sum(own)} tokens in {len(own)} KV heads do not agree with "
-                    f"`layers.tokens.{i}`, {mean} in each on average"
+                    f"`layers.tokens.{i}`, {mean} in each on average; make them "
+                    f"{mean * len(own)} together"
                 )
                 raise disagreement(("layers", "heads", i), own, message)
             if min(own) < least:

@@ -82,11 +82,32 @@ class OutputErrors(Section):
     errors: Annotated[LayerCurves, Unit("a list per layer, a number per budget")]
 
 
-class AnswerLosses(Section):
+HeadCurves = list[list[list[FiniteFloat]] | None]
+"""One list per layer, in it one per KV head, an entry for each point of the axis beside it."""
+
+_PER_HEAD = Unit("nats per token: a list per layer, in it one per KV head, a number per budget")
+
+
+class HeadLosses(Section):
+    """What the answer loses where one KV head of one layer alone is cut: layers x heads x budgets.
+
+    The other heads of its layer, and all other layers, keep everything.
+    """
+
+    losses: Annotated[HeadCurves, _PER_HEAD]
+    standard_errors: Annotated[HeadCurves, _PER_HEAD]
+    by_sample: Annotated[
+        list[HeadCurves],
+        Unit("nats per token: for each sample a list per layer, in it one per KV head"),
+    ]
+
+
+class AnswerLosses(_Sparse):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
     `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
-    over the samples of `by_sample`, from which plans are made.
+    over the samples of `by_sample`, from which plans are made. `heads` has the same of KV heads,
+    where these were cut one by one.
     """
 
     policy: str
@@ -99,6 +120,7 @@ class AnswerLosses(Section):
         list[LayerCurves],
         Unit("nats per token: for each sample a list per layer, a number per budget"),
     ]
+    heads: HeadLosses | None = None
 
 
 class MemoryTable(Section):
@@ -235,6 +257,23 @@ class ProfileDocument(ShownDocument):
         return self
 
     @model_validator(mode="after")
+    def _as_many_as_heads(self) -> ProfileDocument:
+        lists, losses = self._head_losses(), self.metrics.answer_loss
+        if losses and losses.heads and len(losses.heads.by_sample) != len(losses.by_sample):
+            raise ValueError(
+                f"`metrics.answer_loss.heads.by_sample` has {len(losses.heads.by_sample)} samples, "
+                f"and that of layers {len(losses.by_sample)}"
+            )
+        for name, layers in lists:
+            for i, (heads, first) in enumerate(zip(layers, lists[0][1], strict=True)):
+                found, right = (0 if each is None else len(each) for each in (heads, first))
+                if found != right or heads == []:
+                    raise ValueError(
+                        f"`{name}.{i}` has {found} KV heads, and the first list {right}"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _as_many_as_points(self) -> ProfileDocument:
         for name, curves, points in self._over_points():
             for layer, curve in enumerate(curves or []):
@@ -254,6 +293,9 @@ class ProfileDocument(ShownDocument):
         if metrics.answer_loss:
             points = len(metrics.answer_loss.budgets)
             found += [(name, rows, points) for name, rows in self._losses()]
+            for name, layers in self._head_losses():
+                for i, heads in enumerate(layers):
+                    found.append((f"{name}.{i}", None if heads is None else list(heads), points))
         if metrics.jaccard:
             points = len(metrics.jaccard.rates)
             for score in ("aas", "aqas", "ltas", "mas"):
@@ -275,6 +317,15 @@ class ProfileDocument(ShownDocument):
         own = [(f"{name}.losses", found.losses), (f"{name}.standard_errors", found.standard_errors)]
         return own + [(f"{name}.by_sample.{i}", rows) for i, rows in enumerate(found.by_sample)]
 
+    def _head_losses(self) -> list[tuple[str, HeadCurves]]:
+        """Return every list of layers in `answer_loss.heads`."""
+        found = self.metrics.answer_loss and self.metrics.answer_loss.heads
+        if not found:
+            return []
+        name = "metrics.answer_loss.heads"
+        own = [(f"{name}.losses", found.losses), (f"{name}.standard_errors", found.standard_errors)]
+        return own + [(f"{name}.by_sample.{i}", rows) for i, rows in enumerate(found.by_sample)]
+
     def _over_layers(self) -> list[tuple[str, list[Any]]]:
         metrics = self.metrics
         found: dict[str, Any] = {"model.layer_types": self.model.layer_types}
@@ -286,6 +337,7 @@ class ProfileDocument(ShownDocument):
         if metrics.output_error:
             found["metrics.output_error.errors"] = metrics.output_error.errors
         found.update(self._losses())
+        found.update(self._head_losses())
         if metrics.memory:
             found["metrics.memory.layer_bytes_per_token"] = metrics.memory.layer_bytes_per_token
         return [(name, values) for name, values in found.items() if values is not None]

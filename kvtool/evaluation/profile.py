@@ -22,7 +22,7 @@ from kvtool.evaluation.samples.profile_texts import draw_texts
 from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
-from kvtool.profiling.answer_loss import AskedText, answer_loss
+from kvtool.profiling.answer_loss import AskedText, answer_loss, head_losses
 from kvtool.profiling.measure import measure
 from kvtool.profiling.memory import memory_table
 from kvtool.profiling.request import Plan, ProfileRequest
@@ -64,17 +64,17 @@ def run_profile(
         watcher.note(f"note: {data.source} has only {len(texts)} texts of {request.tokens} tokens")
     watcher.note_any(source.note())
     with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-        found, losses = dict[str, Tensor](), None
+        found, losses, by_head = dict[str, Tensor](), None, None
         if plan.metrics != ("answer_loss",):
             prompts = [text.prompt for text in texts]
             with watcher.progress(len(texts)) as advance:
                 found = measure(loaded.model, prompts, plan, lambda done: advance(f"text {done}"))
         if lost:
-            losses = _losses(loaded.model, texts, plan, watcher)
-            found["answer_loss"] = losses.mean(0)[:, None]
+            losses, by_head = _losses(loaded.model, texts, plan, watcher)
+            found["answer_loss"] = (losses[:, :, None] if by_head is None else by_head).mean(0)
         dtype = str(loaded.model.dtype).removeprefix("torch.")
         memory = memory_table(loaded.model.config, dtype) if plan.memory else None
-        metrics, curves = summarise(found, plan, memory, losses)
+        metrics, curves = summarise(found, plan, memory, losses, by_head)
         shape = ModelShape.of(
             loaded.model.config,
             name=without_home(loaded.name),
@@ -114,15 +114,20 @@ def _draw(request: ProfileRequest, tokenizer: Any) -> tuple[list[AskedText], Pro
 
 def _losses(
     model: PreTrainedModel, texts: Sequence[AskedText], plan: Plan, watcher: Watcher
-) -> Tensor:
-    """Measure `answer_loss`: (samples, layers, budgets)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Measure `answer_loss`: (samples, layers, budgets), and (samples, layers, kv_heads, budgets).
+
+    The second is None where KV heads are not asked for.
+    """
     assert plan.policy is not None, "answer_loss is measured of a policy"
-    found = []
+    found, by_head = [], []
     with watcher.progress(len(texts)) as advance:
         for text in texts:
             found.append(answer_loss(model, plan.policy, plan.budgets, text))
+            if plan.heads:
+                by_head.append(head_losses(model, plan.policy, plan.budgets, text))
             advance(f"text {len(found)}")
-    return torch.stack(found)
+    return torch.stack(found), torch.stack(by_head) if by_head else None
 
 
 def _memory_alone(source: ModelSource, watcher: Watcher) -> ProfileDocument:

@@ -24,10 +24,13 @@ class Allocation:
     Attributes:
         tokens: whole numbers within their limits.
         asked: the total asked for; the sum differs only where the limits rule it out.
+        by_head: tokens of each KV head of each layer, whose mean is the layer's; None: all heads
+            of a layer have as many.
     """
 
     tokens: list[int]
     asked: int
+    by_head: list[list[int]] | None = None
 
     @property
     def total(self) -> int:

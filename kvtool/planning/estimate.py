@@ -47,7 +47,8 @@ def estimate_memory(
     if policy.budget_is_traffic:
         pairs = [each.reading.pairs if each.reading else each.tokens for each in budgets]
         reads = _of_all(layers, pairs, text.prompt)
-    spare = SPARE if policy.head_split is not None else 1
+    split = policy.head_split  # a plan that fixes the counts of heads is kept to the byte
+    spare = SPARE if split is not None and not split.fixed else 1
     kv = int(found.keys_values * spare)
     held = int(found.storage * spare)
     host = _on_host(policy, layers, budgets, text)

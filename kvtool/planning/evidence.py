@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import UsageError
-from kvtool.policies.allocate.optimal import LossForecast
+from kvtool.policies.allocate.optimal import LossForecast, Optimal
 from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
+from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ def evidence(
     losses = None if profile is None else profile.metrics.answer_loss
     found: dict[str, Any] = {}
     if losses is not None and metric == "answer_loss":
-        _check_policy(losses, policy)
+        _check_policy(losses, policy, allocator)
         found["curves"] = _curves(losses, free, scale)
+        if by_heads(allocator):
+            found["head_curves"] = _head_curves(losses, free, scale, allocator)
     elif losses is not None and policy is not None and losses.policy == str(policy):
         found["curves"] = (
             _curves(losses, free, scale) if len(losses.by_sample) > 1 else NOT_MEASURED
@@ -54,7 +57,7 @@ def evidence(
         if shares is None:
             raise UsageError(f"allocator `{allocator.name}` needs --curves FILE")
         return found | {"shares": shares}
-    make = f"kvtool profile --metrics {metric}"
+    make = f"kvtool profile --metrics {allocator.measurement}"
     if profile is None:
         raise UsageError(
             f"allocator `{allocator.name}` needs a profile with `{metric}`",
@@ -79,18 +82,53 @@ def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:
     return [values[layer] for layer in free]
 
 
+def by_heads(allocator: Allocator) -> bool:
+    """Return whether an allocator splits over KV heads by what was measured of them."""
+    return isinstance(allocator, Optimal) and allocator.heads
+
+
 def _curves(losses: AnswerLosses, free: Sequence[int], scale: Fraction) -> LossCurves:
-    """Order the points by budget; of two that scale to the same, the first stays."""
+    """Return the curves of the layers to split over."""
     count = len(losses.by_sample)
     if count < 2:
         raise UsageError(
             f"the profile's `answer_loss` is of {count} sample, and how sure it is takes 2 or more",
             hint="kvtool profile --metrics answer_loss --samples 8",
         )
-    budgets = losses.budgets
+    rows = [_of(sample, free, "answer_loss") for sample in losses.by_sample]
+    return _in_order(losses.budgets, rows, scale)
+
+
+def _head_curves(
+    losses: AnswerLosses, free: Sequence[int], scale: Fraction, allocator: Allocator
+) -> list[LossCurves]:
+    """Return the curves of the KV heads of each layer to split over.
+
+    Raises:
+        UsageError: heads were not measured.
+    """
+    if losses.heads is None:
+        raise UsageError(
+            f"allocator `{spell_allocator(allocator)}` needs losses of KV heads, which the profile "
+            "lacks",
+            hint=f"kvtool profile --metrics {allocator.measurement} -p "
+            f"{shlex.quote(losses.policy)}, or --allocator {allocator.name}",
+        )
+    samples = [_of(sample, free, "answer_loss.heads") for sample in losses.heads.by_sample]
+    by_layer = zip(*samples, strict=True)
+    return [_in_order(losses.budgets, rows, scale) for rows in by_layer]
+
+
+def _in_order(
+    budgets: Sequence[int], rows: Sequence[Sequence[Sequence[float]]], scale: Fraction
+) -> LossCurves:
+    """Order the points by budget; of two that scale to the same, the first stays.
+
+    Args:
+        rows: samples x layers or heads x budgets.
+    """
     places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
     order = sorted(places)
-    rows = [_of(sample, free, "answer_loss") for sample in losses.by_sample]
     return LossCurves(
         order, [[[curve[places[budget]] for budget in order] for curve in row] for row in rows]
     )
@@ -103,13 +141,13 @@ def length_scale(profile: ProfileDocument | None, prompt_tokens: int) -> Fractio
     return Fraction(prompt_tokens, profile.data.tokens)
 
 
-def _check_policy(losses: AnswerLosses, policy: Policy | None) -> None:
+def _check_policy(losses: AnswerLosses, policy: Policy | None, allocator: Allocator) -> None:
     """Refuse losses that were measured of another policy than the one to plan for."""
     if policy is not None and losses.policy != str(policy):
         raise UsageError(
             f"the profile's `answer_loss` is of policy `{losses.policy}`, and the plan for "
             f"`{policy}`",
-            hint=f"kvtool profile --metrics answer_loss -p {shlex.quote(str(policy))}",
+            hint=f"kvtool profile --metrics {allocator.measurement} -p {shlex.quote(str(policy))}",
         )
 
 
@@ -124,4 +162,5 @@ def loss_note(losses: LossForecast, allocator: Allocator) -> str:
     )
     if allocator.metric != "answer_loss":
         return text
-    return f"{text}; it adds up layers cut one by one, so compare the plan with equal budgets"
+    what = "KV heads" if by_heads(allocator) else "layers"
+    return f"{text}; it adds up {what} cut one by one, so compare the plan with equal budgets"

@@ -27,7 +27,7 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
-from kvtool.planning.evidence import evidence, length_scale, loss_note
+from kvtool.planning.evidence import by_heads, evidence, length_scale, loss_note
 from kvtool.planning.held import forecast_plan, largest, least_allowed
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.rocketkv import (
@@ -37,9 +37,11 @@ from kvtool.planning.rocketkv import (
     plan_rocketkv,
     split_of,
 )
-from kvtool.policies.allocate.optimal import LossForecast, forecast_losses
+from kvtool.policies.allocate.fixed import PlannedHeads
+from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
+from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.parts import Allocator
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
 
@@ -96,7 +98,12 @@ class PlannableLayers:
             min_tokens=least,
             tokens=self.tokens(split.tokens),
             fractions=[free[i] / n if i in free else None for i in range(len(self.shapes))],
+            heads=None if split.by_head is None else self._by_layer(split.by_head),
         )
+
+    def _by_layer(self, heads: Sequence[list[int]]) -> list[list[int] | None]:
+        own = dict(zip(self.free, heads, strict=True))
+        return [own.get(i) for i in range(len(self.shapes))]
 
 
 def make_section(
@@ -190,10 +197,13 @@ def make_plan(
 
     Raises:
         UsageError: a target too small for the policy or the limits, a measurement that is missing,
-            a model without layers to plan, or whose heads the policy's codec cannot store.
+            a model without layers to plan, or whose heads the policy's codec cannot store; budgets
+            of KV heads for a policy that keeps as many tokens in all of them.
     """
     shapes = model.layer_shapes() if layers is None else list(layers)
     check_dims(policy, shapes)
+    if policy is not None and by_heads(allocator):
+        with_fixed_heads(policy, PlannedHeads())
     plannable = PlannableLayers.of(model, target.prompt_tokens, shapes)
     given = (model, allocator, target, profile, policy, min_tokens, plannable)
     drafts = Drafts(*given, curves)
@@ -253,6 +263,13 @@ class Drafts:
             return self.min_tokens
         return 1 if self.policy is None else self.policy.min_budget
 
+    @property
+    def measured(self) -> int:
+        """The smallest budget whose loss the profile holds, where the allocator uses losses."""
+        losses = None if self.profile is None else self.profile.metrics.answer_loss
+        by_loss = self.allocator.metric == "answer_loss"
+        return min(losses.budgets) if by_loss and losses is not None else 1
+
     def of(self, total: int) -> Draft:
         """Split a total of tokens over the free layers."""
         layers, target, policy = self.layers, self.target, self.policy
@@ -270,7 +287,11 @@ class Drafts:
             ),
         )
         split = self.allocator.split(problem)
-        losses = forecast_losses(problem, split.tokens) if problem.curves.budgets else None
+        losses = None
+        if problem.head_curves:
+            losses = forecast_heads(problem, split)
+        elif problem.curves.budgets:
+            losses = forecast_losses(problem, split.tokens)
         mean = total // len(layers.free)
         rocketkv, refused = make_section(self.model, layers.free_shapes, target, policy, mean)
         document = PlanDocument.model_construct(
@@ -366,7 +387,8 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
 
     same = policy is not None and policy.score.layer_tokens == "same"
     step = count if same else 1  # equal in all layers
-    least, most = min(drafts.least, layers.prompt_tokens) * count, layers.prompt_tokens * count
+    smallest = max(drafts.least, drafts.measured)
+    least, most = min(smallest, layers.prompt_tokens) * count, layers.prompt_tokens * count
     if policy is not None and policy.two_stages:
         step, most = count, drafts.target.context * count
         pairs = drafts.target.context
@@ -379,6 +401,8 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
     needed = drafts.forecast(drafts.of(least).document).storage
     asked = least // count
     why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
+    if drafts.measured > drafts.least:
+        why = "the smallest budget whose loss the profile holds"
     why = "" if asked == 1 else f" ({why})"
     what = "token" if asked == 1 else "tokens"
     what = "pairs per step" if policy is not None and policy.two_stages else what

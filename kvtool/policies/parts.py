@@ -255,6 +255,11 @@ class Allocator:
         """Return what it is called in a policy string, where `d2o` is a base."""
         return "d2o-alloc" if self.name == "d2o" else self.name
 
+    @property
+    def measurement(self) -> str | None:
+        """Return what `kvtool profile --metrics` is given for it, None for nothing."""
+        return self.metric
+
     def split(self, problem: AllocationProblem) -> Allocation:
         """Give every layer its tokens; they sum to the total wherever the limits allow it."""
         raise NotImplementedError

@@ -4,7 +4,8 @@ Our own. The full cache reads a prompt and gives the distributions of the tokens
 are known. Then a policy cuts a single layer, all other layers keep everything, and the same tokens
 are read again in one block. The loss is the mean Kullback-Leibler divergence of the full cache's
 distributions from those of the cut one, in nats. Unlike errors of attention outputs, the losses of
-different layers compare.
+different layers compare. So do those of KV heads, where one head of a layer is cut and the others
+keep everything.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep
 from kvtool.generation.feeding import forward, prefill
 from kvtool.generation.finite import check_logits
+from kvtool.model_shape import layer_shapes
+from kvtool.policies.allocate.fixed import OneHead
+from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.policy import Policy
 
 
@@ -82,6 +86,36 @@ def answer_loss(
             losses[layer.index, place] = before.loss(after)
         step()
     return losses
+
+
+def head_losses(
+    model: PreTrainedModel, policy: Policy, budgets: Sequence[int], text: AskedText
+) -> Tensor:
+    """Measure what is lost of an answer where one KV head is cut, for each layer, head and budget.
+
+    Each head is cut as a plan with budgets of heads cuts it. The text is read once for each head of
+    a layer: caches that keep all other heads whole take much memory.
+
+    Args:
+        model: with kvtool's attention.
+        policy, budgets, text: as for `answer_loss`.
+
+    Returns:
+        (layers, kv_heads, budgets) float64 on the CPU, in nats; NaN for layers whose budget is not
+        free, and for heads that a layer does not have.
+
+    Raises:
+        UsageError: a policy that keeps as many tokens in all heads.
+        KvtoolError, BrokenNumbers: as `answer_loss`.
+    """
+    shapes = layer_shapes(model.config)
+    sizes = [0 if shape is None else shape.kv_heads for shape in shapes]
+    found = []
+    for head in range(max(sizes)):
+        own = answer_loss(model, with_fixed_heads(policy, OneHead(head)), budgets, text)
+        absent = torch.tensor([[head >= size] for size in sizes])
+        found.append(own.masked_fill(absent, float("nan")))
+    return torch.stack(found, 1)
 
 
 def _read(

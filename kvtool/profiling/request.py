@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.policies.allocate.fixed import OneHead
+from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.grammar import parse_policy
+from kvtool.policies.spelling import read_settings, split_outside
 from kvtool.sizes import Budget, parse_count
 
 if TYPE_CHECKING:
@@ -51,17 +54,42 @@ def parse_metrics(text: str | Sequence[str]) -> tuple[str, ...]:
     Raises:
         UsageError: no name, or one that does not exist.
     """
-    parts = text.split(",") if isinstance(text, str) else text
-    names = [part.strip().lower().replace("-", "_") for part in parts if part.strip()]
-    for name in names:
+    names = [name for name, _ in _read_metrics(text)]
+    if not names:
+        raise UsageError("--metrics names nothing", hint=f"choose from: {', '.join(METRICS)}")
+    return tuple(name for name in METRICS if name in names)
+
+
+@dataclass(frozen=True)
+class _LossSettings:
+    """The settings of `answer_loss`.
+
+    Args:
+        heads: cut KV heads one by one, too.
+    """
+
+    heads: bool = False
+
+
+def _read_metrics(text: str | Sequence[str]) -> list[tuple[str, bool]]:
+    """Return each name, and whether it is asked of KV heads one by one."""
+    found = []
+    for part in split_outside(text, ",") if isinstance(text, str) else text:
+        spelled, has_settings, inside = part.strip().partition("(")
+        name = spelled.strip().lower().replace("-", "_")
+        if not name:
+            continue
         if name not in METRICS:
             raise UsageError(
                 f"no metric `{name}`; choose from: {', '.join(METRICS)}",
                 hint=did_you_mean(name, METRICS),
             )
-    if not names:
-        raise UsageError("--metrics names nothing", hint=f"choose from: {', '.join(METRICS)}")
-    return tuple(name for name in METRICS if name in names)
+        if has_settings and (name != "answer_loss" or not inside.endswith(")")):
+            raise UsageError(
+                f"cannot read {quote(part.strip())} in --metrics", hint="answer_loss(heads=true)"
+            )
+        found.append((name, read_settings(name, _LossSettings, inside[:-1]).get("heads", False)))
+    return found
 
 
 @dataclass(frozen=True)
@@ -74,6 +102,7 @@ class Plan:
         policy: that of `output_error` and `answer_loss`, None where neither is measured.
         budgets: its budgets, in tokens, ascending.
         memory: whether the table of memory is wanted, which reads no text.
+        heads: whether `answer_loss` cuts KV heads one by one as well.
     """
 
     metrics: tuple[str, ...]
@@ -81,6 +110,7 @@ class Plan:
     policy: Policy | None = None
     budgets: tuple[int, ...] = ()
     memory: bool = False
+    heads: bool = False
 
     @property
     def steps(self) -> int:
@@ -150,7 +180,10 @@ def read_request(
                     hint=f"--metrics {typed},output_error",
                 )
     measured = tuple(name for name in names if name != "memory")
-    plan = Plan(measured, steps, chosen, sizes, memory="memory" in names)
+    heads = any(by_head for _, by_head in _read_metrics(metrics))
+    if heads and chosen is not None:
+        with_fixed_heads(chosen, OneHead(), hint="--metrics answer_loss measures layers alone")
+    plan = Plan(measured, steps, chosen, sizes, memory="memory" in names, heads=heads)
     return ProfileRequest(plan, data, samples, length, seed)
 
 

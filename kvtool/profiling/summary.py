@@ -10,6 +10,7 @@ from kvtool.documents.profile import (
     AnswerLosses,
     CosineCurve,
     Curves,
+    HeadLosses,
     Jaccard,
     MemoryTable,
     Metrics,
@@ -34,6 +35,7 @@ def summarise(
     plan: Plan,
     memory: MemoryTable | None = None,
     losses: Tensor | None = None,
+    head_losses: Tensor | None = None,
 ) -> tuple[Metrics, Curves | None]:
     """Return the metrics and curves of a document.
 
@@ -41,6 +43,7 @@ def summarise(
         found: as `measure` returns it.
         memory: goes in as it is.
         losses: (samples, layers, budgets) of `answer_loss`; None: not measured.
+        head_losses: (samples, layers, kv_heads, budgets) of the same; None: not measured.
     """
     wanted = set(plan.metrics)
     metrics: dict[str, Any] = {"memory": memory}
@@ -80,21 +83,41 @@ def summarise(
             policy=str(plan.policy), budgets=list(plan.budgets), errors=_rows(found["output_error"])
         )
     if losses is not None:
-        metrics["answer_loss"] = _losses(losses, plan)
+        metrics["answer_loss"] = _losses(losses, head_losses, plan)
     return Metrics(**metrics), Curves(**curves) if curves else None
 
 
-def _losses(losses: Tensor, plan: Plan) -> AnswerLosses:
+def _losses(losses: Tensor, by_head: Tensor | None, plan: Plan) -> AnswerLosses:
     """Return means and standard errors over samples, and the samples."""
     samples = losses[:, :, None]  # the heads of a layer are cut together
-    errors = samples.std(0) / len(samples) ** 0.5
+    heads = None
+    if by_head is not None:
+        heads = HeadLosses(
+            losses=_by_head(by_head.mean(0)),
+            standard_errors=_by_head(_standard_error(by_head)),
+            by_sample=[_by_head(sample) for sample in by_head],
+        )
     return AnswerLosses(
         policy=str(plan.policy),
         budgets=list(plan.budgets),
         losses=_rows(samples.mean(0)),
-        standard_errors=_rows(errors),
+        standard_errors=_rows(_standard_error(samples)),
         by_sample=[_rows(sample) for sample in samples],
+        heads=heads,
     )
+
+
+def _standard_error(samples: Tensor) -> Tensor:
+    return samples.std(0) / len(samples) ** 0.5
+
+
+def _by_head(values: Tensor) -> list[list[list[float]] | None]:
+    """Return each layer's (heads, points), without heads of NaN; None where all are."""
+    layers = [
+        [[_digits(value) for value in row] for row in layer if all(v == v for v in row)]
+        for layer in values.tolist()
+    ]
+    return [layer or None for layer in layers]
 
 
 def _grid(shares: Tensor, plan: Plan) -> RecomputeGrid:

@@ -31,6 +31,7 @@ _FREE, _FIXED = "#0072B2", "#777777"
 def plan_table(plan: PlanDocument) -> RenderableType:
     """Return what layers store with bars, equal ones together, the totals, and RocketKV's sizes."""
     stored, prompt, rows = stored_tokens(plan), plan.target.prompt_tokens, []
+    heads = plan.layers.heads
     for first, last in _equal_layers(plan, stored):
         kind, tokens, fixed = (
             plan.model.layer_types[first],
@@ -38,10 +39,12 @@ def plan_table(plan: PlanDocument) -> RenderableType:
             first not in plan.free_layers,
         )
         share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
-        cells = list(map(Cell, (f"{tokens:,}", share, bar(tokens / max(stored)))))
+        own = [] if heads is None else [_span(heads[first])]
+        cells = list(map(Cell, (f"{tokens:,}", *own, share, bar(tokens / max(stored)))))
         name = str(first) if first == last else f"{first}-{last}"
         rows.append(Row(name, cells, look="dim" if fixed else ""))
-    columns = [*map(Column, ("layers", "tokens", "of prompt")), Column("", words=True)]
+    names = ("layers", "tokens", *(["by head"] if heads else []), "of prompt")
+    columns = [*map(Column, names), Column("", words=True)]
     table = rich_table(Table(columns, rows))
     parts: list[RenderableType] = [Text(heading(plan), style="bold"), table]
     if plan.ways is not None:
@@ -51,6 +54,14 @@ def plan_table(plan: PlanDocument) -> RenderableType:
     return Group(*parts)
 
 
+def _span(heads: list[int] | None) -> str:
+    """Say the fewest and the most tokens of the KV heads of a layer."""
+    if heads is None:
+        return formats.MISSING
+    low, high = min(heads), max(heads)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
 def _has_stages(plan: PlanDocument) -> bool:
     """Return whether the plan's policy runs in RocketKV's stages."""
     return plan.policy is not None and goes_by_stages(read_spelling(plan.policy))
@@ -58,7 +69,8 @@ def _has_stages(plan: PlanDocument) -> bool:
 
 def _equal_layers(plan: PlanDocument, stored: list[int]) -> list[tuple[int, int]]:
     """Return the first and last layer of each run of `_TOGETHER` or more equal ones, and others."""
-    layers = zip(plan.model.layer_types, stored, strict=True)
+    heads = plan.layers.heads or [None] * len(stored)
+    layers = zip(plan.model.layer_types, stored, heads, strict=True)
     runs, first = list[tuple[int, int]](), 0
     for _, run in groupby(layers):
         end = first + len(list(run))
@@ -70,12 +82,14 @@ def _equal_layers(plan: PlanDocument, stored: list[int]) -> list[tuple[int, int]
 
 def layer_table(plan: PlanDocument) -> Table:
     """Return the type of every layer, and the tokens that it stores."""
-    stored, prompt = stored_tokens(plan), plan.target.prompt_tokens
-    rows = [
-        Row(str(i), list(map(Cell, (kind, str(tokens), formats.share(tokens / prompt)))))
-        for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True))
-    ]
-    return Table(list(map(Column, ("layer", "type", "tokens", "of prompt"))), rows)
+    stored, prompt, heads = stored_tokens(plan), plan.target.prompt_tokens, plan.layers.heads
+    rows = []
+    for i, (kind, tokens) in enumerate(zip(plan.model.layer_types, stored, strict=True)):
+        own = [] if heads is None else [_span(heads[i])]
+        said = (kind, str(tokens), *own, formats.share(tokens / prompt))
+        rows.append(Row(str(i), list(map(Cell, said))))
+    names = ("layer", "type", "tokens", *(["by head"] if heads else []), "of prompt")
+    return Table(list(map(Column, names)), rows)
 
 
 def stored_tokens(plan: PlanDocument) -> list[int]:

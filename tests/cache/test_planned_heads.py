@@ -140,7 +140,9 @@ def test_bytes_are_freed_and_are_the_planned_ones():
     assert counts_of(cache) == HEADS
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=3,kernel=3)", "lagkv(sinks=1)", "h2o+int8"])
+@pytest.mark.parametrize(
+    "policy", ["h2o+caote", "snapkv(window=3,kernel=3)", "lagkv(sinks=1)", "h2o+int8"]
+)
 @pytest.mark.parametrize("mode", ["full", "block:16"])
 def test_a_padded_entry_is_the_entry_alone(policy, mode):
     model = kvtool.attach(peaky_model("llama", head_dim=32))
@@ -165,7 +167,11 @@ def test_a_share_is_scaled_to_each_prompt_head_by_head():
     model = kvtool.attach(peaky_model("llama"))
     plan = planned(model, [[10, 30], [24, 16]], tokens=None, ratio="20%", context=100)
     plan["layers"]["min_tokens"] = 4
-    for n, counts in ((100, [[10, 30], [24, 16]]), (50, [[5, 15], [12, 8]]), (30, [[4, 8], [7, 5]])):
+    for n, counts in (
+        (100, [[10, 30], [24, 16]]),
+        (50, [[5, 15], [12, 8]]),
+        (30, [[4, 8], [7, 5]]),
+    ):
         cache = kvtool.build_cache(model, "tova", plan=plan)
         prefill(model, cache, random_ids(n))
         assert counts_of(cache) == counts  # of 30 the first head would have 3
@@ -243,7 +249,10 @@ def test_layers_that_read_the_keys_of_others_refuse_it():
 @pytest.mark.parametrize(
     ("heads", "told"),
     [
-        ([[11, 28], [20, 20], [33, 7]], r"39 tokens in 2 KV heads do not agree with `layers.tokens.0`"),
+        (
+            [[11, 28], [20, 20], [33, 7]],
+            r"39 tokens in 2 KV heads do not agree with `layers.tokens.0`",
+        ),
         ([[11, 29], None, [33, 7]], r"`layers.heads.1`: a layer of kind `full_attention` needs"),
         ([[11, 29], [20, 20]], r"`layers.heads` has 2 entries, but the model 3 layers"),
         ([[11, 29], [20, 20], [36, 4]], r"a KV head has 4 tokens, below `layers.min_tokens` 7"),

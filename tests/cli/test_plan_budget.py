@@ -14,7 +14,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import read_source
 from kvtool.models import reference
 from tests.models_for_tests import FAMILIES
-from tests.planning.documents import F, profile
+from tests.planning.documents import F, of_heads, profile
 
 KVTOOL = str(Path(sys.executable).with_name("kvtool"))
 PROFILE = profile(f_variance=F).to_yaml()
@@ -194,6 +194,102 @@ def test_the_loss_of_a_plan_is_told_and_written(kvtool):
     assert f"predicted loss: {planned:.3g} nats per token, {equal:.3g} with equal" in done.err
     even = yaml.safe_load(kvtool(*asked[:-1], "uniform").out)
     assert even["predicted_loss"]["planned"] == pytest.approx(equal)
+
+
+READER = [[[0.01, 0.0], [0.01, 0.0]]] * 2 + [[[0.1, 0.05], [3.0, 2.0]]] + [[[0.02, 0.01]] * 2]
+"""Losses of KV heads at 64 and 256 tokens; one head of the third layer is the one that matters."""
+
+BY_HEAD = ("-b", "200", "--allocator", "optimal(heads=true)")
+
+
+def test_a_plan_by_heads_is_told_and_written(kvtool):
+    Path("heads.yaml").write_text(lossy(heads=of_heads(READER)).to_yaml())
+    done = kvtool("plan-budget", "heads.yaml", "-p", "h2o", *BY_HEAD)
+    assert done.code == 0, done.err
+    plan = yaml.safe_load(done.out)
+    # of 1600 tokens in eight heads of 64 or more: 936 to the reader, the rest to its neighbour
+    assert plan["layers"]["heads"] == [[64, 64], [64, 64], [216, 1000], [64, 64]]
+    assert plan["layers"]["tokens"] == [64, 64, 608, 64]
+    assert plan["layers"]["allocator"] == "optimal(heads=true)"
+    part = 136 / 192
+    equal = 4 * 0.01 * (1 - part) + 0.1 - 0.05 * part + 3.0 - part + 2 * (0.02 - 0.01 * part)
+    best = 4 * 0.01 + 0.1 - 0.05 * 152 / 192 + 2 * 0.02
+    loss = {"equal": equal, "planned": best, "standard_error": 0.0}
+    assert plan["predicted_loss"] == {name: pytest.approx(each) for name, each in loss.items()}
+    assert f"predicted loss: {best:.3g} nats per token, {equal:.3g} with equal" in done.err
+    assert "it adds up KV heads cut one by one, so compare" in done.err
+    text = kvtool("plan-budget", "heads.yaml", "-p", "h2o", *BY_HEAD, "-f", "text").out
+    assert "216 to 1,000" in text
+    layers = planned(kvtool, "heads.yaml", *BY_HEAD[:-1], "optimal")["layers"]
+    assert "heads" not in layers
+
+
+def test_heads_stay_equal_within_the_noise_and_that_is_said(kvtool):
+    one = [[[0.0, 0.0]] * 2] * 2 + [[[4.0, 2.0]] * 2] + [[[0.0, 0.0]] * 2]
+    other = [[[1.0, 0.1]] * 2] * 2 + [[[0.0, 0.0]] * 2] + [[[1.0, 0.1]] * 2]
+    Path("noisy.yaml").write_text(lossy(heads=of_heads(one, other)).to_yaml())
+    done = kvtool("plan-budget", "noisy.yaml", "-p", "h2o", *BY_HEAD)
+    plan = yaml.safe_load(done.out)
+    assert plan["layers"]["tokens"] == [200] * 4
+    assert "heads" not in plan["layers"]
+    assert "with equal budgets: no other split gains beyond noise" in done.err
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("adakv", "policy `adakv` splits its budget over the KV heads by itself"),
+        ("kvzip", "policy `kvzip` splits its budget over the KV heads by itself"),
+        ("quest", "policy `quest` reads as many tokens in every KV head"),
+        ("sirllm", "the KV heads of policy `sirllm` have no budgets of their own"),
+    ],
+)
+def test_a_policy_of_equal_heads_has_no_plan_by_heads(kvtool, policy, told):
+    losses = lossy(heads=of_heads(READER)).metrics.answer_loss.model_copy(update={"policy": policy})
+    Path("heads.yaml").write_text(profile(answer_loss=losses).to_yaml())
+    done = kvtool("plan-budget", "heads.yaml", "-q", "-p", policy, *BY_HEAD)
+    assert (done.code, done.out) == (2, "")
+    error, hint = done.err.splitlines()
+    assert told in error
+    assert hint == "hint: --allocator optimal plans layers alone"
+
+
+@pytest.mark.parametrize("allocator", ["optimal", "optimal(heads=true)"])
+def test_bytes_are_split_by_measured_losses(kvtool, allocator):
+    Path("heads.yaml").write_text(lossy(heads=of_heads(READER)).to_yaml())
+    slot = 2 * (2 * 32 * 2 + 2 * 4)  # in both heads: key and value, position and sum
+    size = 4 * 201 * slot
+    asked = ("heads.yaml", "-p", "h2o", "--allocator", allocator, "--bytes")
+    plan = planned(kvtool, *asked, f"{size}B")
+    assert (sum(plan["layers"]["tokens"]), plan["totals"]["bytes"]) == (800, size)
+    assert max(plan["layers"]["tokens"]) == 608
+    done = kvtool("plan-budget", "-q", *asked, f"{4 * 65 * slot - 1}B")
+    assert done.code == 2
+    told = "64 tokens in every layer (the smallest budget whose loss the profile holds) take"
+    assert told in done.err
+
+
+def test_a_profile_without_heads_has_no_plan_by_heads(kvtool):
+    Path("lossy.yaml").write_text(lossy().to_yaml())
+    done = kvtool("plan-budget", "lossy.yaml", "-q", "-p", "h2o", *BY_HEAD)
+    assert (done.code, done.err.splitlines()) == (
+        2,
+        [
+            "error: allocator `optimal(heads=true)` needs losses of KV heads, which the profile "
+            "lacks",
+            "hint: kvtool profile --metrics 'answer_loss(heads=true)' -p h2o, "
+            "or --allocator optimal",
+        ],
+    )
+    done = kvtool("plan-budget", "-m", "model", "-q", "--context", "512", *BY_HEAD)
+    assert "kvtool profile --metrics 'answer_loss(heads=true)' | kvtool plan-bud" in done.err
+
+
+def test_heads_that_the_lists_of_a_profile_do_not_have_alike_are_refused():
+    with pytest.raises(ValueError, match="has 1 KV heads, and the first list 2"):
+        lossy(heads=of_heads(READER, [*READER[:3], [[0.02, 0.01]]]))
+    with pytest.raises(ValueError, match="has 3 samples, and that of layers 2"):
+        lossy(heads=of_heads(READER, READER, READER))
 
 
 def of_samples(*samples):

@@ -315,6 +315,57 @@ def test_plans_that_cannot_be(kvtool):
     assert (done.code, "is not above sinks 12" in done.err) == (2, True)
 
 
+def by_heads(kvtool) -> dict:
+    """A plan whose layers have two heads of unequal budgets each."""
+    plan = yaml.safe_load(planned(kvtool, "-b", "24", "-p", "h2o", "--allocator", "uniform"))
+    plan.pop("totals")
+    count = len(plan["layers"]["tokens"])
+    plan["layers"] |= {"heads": [[16, 32], [40, 8]] * (count // 2), "fractions": None}
+    Path("plan.yaml").write_text(yaml.safe_dump(plan))
+    return plan
+
+
+def test_commands_run_a_plan_by_heads(kvtool):
+    heads = by_heads(kvtool)["layers"]["heads"]
+    quiet = ("-f", "json", "-q")
+    done = run(kvtool, "generate", "plan.yaml", *PROMPT, "-n", "4", *quiet)
+    assert (done["policy"], done["plan"]["tokens"]) == ("h2o", [24] * len(heads))
+    assert done["cache"]["kept_per_layer"] == [max(own) for own in heads]  # as wide as the widest
+    slots = sum(map(sum, heads)) + 2 * len(heads)  # one for the next token
+    assert done["cache"]["allocated_bytes"] == slots * 2 * 32 * 4
+    held = done["cache"]["allocated_bytes"] + done["cache"]["state_bytes"]
+    assert held == done["plan"]["held"]
+    dry = kvtool("generate", "plan.yaml", *PROMPT, "-n", "4", "--dry-run", "-q").out
+    said = yaml.safe_load(dry)["memory"]
+    assert said["kv_bytes"] + said["state_bytes"] == held
+    saved = run(kvtool, "compress", "plan.yaml", *PROMPT, "--save", "a.st", *quiet)
+    assert saved["cache"]["kv_bytes"] == sum(map(sum, heads)) * 2 * 32 * 4
+    answer = run(kvtool, "generate", "--cache", "a.st", "--prompt", " The lamp", "-n", "3", *quiet)
+    assert answer["cache"]["allocated_bytes"] == done["cache"]["allocated_bytes"]
+    results = ResultsDocument(**run(kvtool, "eval", "plan.yaml", *QUICK))
+    cost = results.of("h2o@24,plan", "niah").cost
+    assert cost.kv_bytes == sum(map(sum, heads)) * 2 * 32 * 4
+
+
+@pytest.mark.parametrize("command", ["generate", "compress", "eval"])
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("h2o+ada", "policy `h2o+ada` splits its budget over the KV heads by itself"),
+        ("quest", "policy `quest` reads as many tokens in every KV head"),
+        ("pyramidinfer", "the KV heads of policy `pyramidinfer` have no budgets of their own"),
+    ],
+)
+def test_policies_of_equal_heads_refuse_a_plan_by_heads(kvtool, command, policy, told):
+    by_heads(kvtool)
+    more = {"generate": PROMPT, "compress": (*PROMPT, "--save", "a.st"), "eval": ("-t", "niah")}
+    done = kvtool(command, "plan.yaml", "-p", policy, *more[command], "--dry-run", "-q")
+    error, hint = done.err.splitlines()
+    assert (done.code, done.out) == (2, "")
+    assert told in error
+    assert hint == "hint: --allocator optimal plans layers alone"
+
+
 def pipeline(folder, *commands) -> subprocess.CompletedProcess:
     """Run commands as a shell pipes them, where a failing one fails the whole."""
     line = " | ".join(f"{sys.executable} -m kvtool.cli.main {command}" for command in commands)

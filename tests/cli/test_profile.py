@@ -69,6 +69,30 @@ def test_every_metric_at_once(kvtool, tmp_path):
     assert all(len(row) == 3 for row in errors.errors)
 
 
+def test_losses_of_heads_are_written_beside_those_of_layers(kvtool, tmp_path):
+    asked = ("--samples", "2", "--tokens", "80", "--decode", "8", "--budgets", "20,40")
+    metric = "answer_loss(heads=true)"
+    dry = kvtool("profile", *asked, "--metrics", metric, "--dry-run", "-q").out
+    assert yaml.safe_load(dry)["answer_loss"]["heads"] is True
+    kvtool("profile", "-q", *asked, "--metrics", metric, "-o", "p.yaml")
+    text = (tmp_path / "p.yaml").read_text()
+    found = Source.parse(text, "p").validate(ProfileDocument).metrics.answer_loss
+    assert found.policy == "h2o"
+    for each in (found.heads.losses, found.heads.standard_errors, *found.heads.by_sample):
+        assert [[len(curve) for curve in own] for own in each] == [[2, 2]] * 4
+    first, second = (sample[1][0][0] for sample in found.heads.by_sample)
+    assert found.heads.losses[1][0][0] == pytest.approx((first + second) / 2, rel=1e-5)
+    error = abs(first - second) / 2  # the standard deviation over the root of two samples
+    assert found.heads.standard_errors[1][0][0] == pytest.approx(error, rel=1e-4)
+    by_head = load_file(tmp_path / "p.heads.safetensors")["answer_loss"]
+    assert by_head.shape == (4, 2, 2)
+    alone = kvtool("profile", "-q", *asked, "--metrics", "answer_loss").out
+    assert "heads" not in yaml.safe_load(alone)["metrics"]["answer_loss"]
+    assert yaml.safe_load(alone)["metrics"]["answer_loss"]["losses"] == found.losses
+    done = kvtool("plan-budget", "p.yaml", "-b", "30", "-p", "h2o", "--allocator", "optimal")
+    assert "it adds up layers" in done.err or "beyond noise" in done.err
+
+
 def test_default_budgets_are_shares_of_the_text(kvtool):
     document = profile(kvtool, *QUICK, "--metrics", "output_error")
     assert document.metrics.output_error.policy == "h2o"

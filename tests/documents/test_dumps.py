@@ -71,6 +71,11 @@ PROFILE = {  # what a profile of the defaults lacks
             "losses": [[0.5]] * 4,
             "standard_errors": [[0.0]] * 4,
             "by_sample": [[[0.5]] * 4] * 2,
+            "heads": {
+                "losses": [[[0.5], [0.25]], None, [[0.5], [0.25]], [[0.5], [0.25]]],
+                "standard_errors": [[[0.0], [0.0]], None, [[0.0], [0.0]], [[0.0], [0.0]]],
+                "by_sample": [[[[0.5], [0.25]], None, [[0.5], [0.25]], [[0.5], [0.25]]]] * 2,
+            },
         },
         "memory": {
             "dtype": "float32",
@@ -114,6 +119,10 @@ def examples() -> Iterator[BaseModel]:
     yield PlanDocument.model_validate(
         data_of(DATA / "plan.yaml") | {"totals": None, "rocketkv": None, "policy": "h2o"}
     )
+    planned = data_of(DATA / "plan.yaml")
+    heads = [[tokens - 1, tokens + 1] for tokens in planned["layers"]["tokens"]]
+    layers = planned["layers"] | {"heads": heads, "min_tokens": 1}
+    yield PlanDocument.model_validate(planned | {"layers": layers})
     loss = {"equal": 1.5, "planned": 0.5, "standard_error": 0.1}
     yield PlanDocument.model_validate(data_of(DATA / "plan.yaml") | {"predicted_loss": loss})
     for reads, known in ((None, 0.5), (4, None)):

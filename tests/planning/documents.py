@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from kvtool.documents.profile import AnswerLosses, Metrics, ModelShape, ProfileData, ProfileDocument
+from kvtool.documents.profile import (
+    AnswerLosses,
+    HeadLosses,
+    Metrics,
+    ModelShape,
+    ProfileData,
+    ProfileDocument,
+)
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 F = [2.0, 5.0, 300.0, 600.0]
@@ -28,7 +35,13 @@ def shape(*kinds: str, **changes) -> ModelShape:
     return ModelShape(**(values | changes))
 
 
-def profile(tokens: int = 1000, *, losses=None, budgets=(64, 128, 256), **metrics):
+def of_heads(*samples) -> HeadLosses:
+    """Losses of KV heads: for each sample layers x heads x budgets; no mean is looked at."""
+    rows = list(samples if len(samples) > 1 else samples * 2)
+    return HeadLosses(losses=rows[0], standard_errors=rows[0], by_sample=rows)
+
+
+def profile(tokens: int = 1000, *, losses=None, budgets=(64, 128, 256), heads=None, **metrics):
     """A profile of `shape()`, with F unless other metrics are given."""
     if losses is not None:
         metrics["answer_loss"] = AnswerLosses(
@@ -37,6 +50,7 @@ def profile(tokens: int = 1000, *, losses=None, budgets=(64, 128, 256), **metric
             losses=losses,
             standard_errors=[[0.0] * len(budgets)] * len(losses),
             by_sample=[losses] * 2,
+            heads=heads,
         )
     return ProfileDocument(
         model=shape(),

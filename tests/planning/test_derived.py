@@ -23,7 +23,11 @@ NOTES = {  # keys that a run does not read, and why
 }
 SAME_SPLIT = {  # allocators that may replace another one: of plan, and name
     **dict.fromkeys(
-        [("profile", name) for name in ("d2ox", "pyramid", "uniform", "ada", "none")],
+        [
+            (plan, name)
+            for plan in ("profile", "heads")
+            for name in ("d2ox", "pyramid", "uniform", "ada", "none")
+        ],
         "a profile split the tokens, and the plan does not hold the profile",
     ),
     ("stages", "ada"): "all KV heads keep alike under a budget of what is read",
@@ -43,7 +47,7 @@ MORE = {  # values that only make sense at one key
 }
 
 
-def profile_of(model):
+def profile_of(model, heads=None):
     shape = ModelShape.of(model.config, name="m", dtype="float32")
     numbers = [1.0, 9.0, 40.0, 90.0][: shape.layers]
     text = {"source": "builtin", "samples": 1, "tokens": 150, "seed": 0, "fingerprint": "0"}
@@ -52,8 +56,20 @@ def profile_of(model):
         "schema_version": 1,
         "model": shape.model_dump(),
         "data": text,
-        "metrics": {"f_variance": numbers},
+        "metrics": {"f_variance": numbers} if heads is None else {"answer_loss": losses_of(heads)},
     }
+
+
+def losses_of(heads):
+    """Losses of two samples that agree, of each KV head at 12 and at 40 tokens."""
+    layers = [[max(column) for column in zip(*own, strict=True)] for own in heads]
+
+    def said(rows):
+        none = [[0.0 * number for number in row] for row in rows] if rows is layers else heads
+        return {"losses": rows, "standard_errors": none, "by_sample": [rows] * 2}
+
+    sizes = {"policy": "h2o", "budgets": [12, 40]}
+    return sizes | said(layers) | {"heads": said(heads)}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +97,13 @@ def plans():
         "bytes": made(model, "h2o", bytes="40KiB"),
         "unnamed": made(model, None, tokens=30),
         "profile": made(model, "h2o", profile_of(model), tokens=30),
+        "heads": made(
+            model,
+            "h2o",
+            profile_of(model, heads=[[[0.1, 0.0], [4.0, 2.0]], [[1.0, 0.1], [0.2, 0.1]]]),
+            tokens=30,
+            allocator="optimal(heads=true)",
+        ),
         "stages": made(model, rocket, tokens=40),
         "stages of a share": made(model, rocket, ratio="20%", batch=2),
         "dense": made(model, rocket, tokens=CONTEXT + 40),
@@ -112,6 +135,22 @@ def test_the_walk_finds_every_key(plans):
     never = {way for way in WAYS if all(find(p.data, way) is None for p in plans.values())}
     # a configuration of no checkpoint has no revision; `kvzip` alone has the other
     assert never == {("model", "revision"), ("totals", "reading")}
+
+
+def test_a_plan_of_heads_is_run_head_by_head(plans):
+    plan = plans["heads"]
+    heads, tokens = plan.data["layers"]["heads"], plan.data["layers"]["tokens"]
+    assert any(len(set(own)) > 1 for own in heads)
+    assert [sum(own) for own in heads] == [2 * mean for mean in tokens]
+    cache = kvtool.build_cache(plan.model, "h2o", plan=plan.data)
+    prefill(plan.model, cache, random_ids(CONTEXT - NEW), new_tokens=NEW)
+    kept = [(cache.kept_positions(i) >= 0).sum(-1)[0].tolist() for i in range(len(heads))]
+    assert kept == heads
+    for token in range(5, 5 + NEW):
+        decode_step(plan.model, cache, torch.tensor([token]))
+    report = cache.report()
+    held = report.allocated_bytes + report.state_bytes
+    assert held == plan.data["totals"]["bytes"] == plan.data["totals"]["storage"]["bytes"]
 
 
 def test_what_reading_takes_is_refused_where_it_was_edited(plans):

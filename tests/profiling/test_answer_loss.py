@@ -1,5 +1,6 @@
 """What the answer loses where one layer is cut, against a fresh read for every cell."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -13,9 +14,11 @@ from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.profiling import answer_loss as module
-from kvtool.profiling.answer_loss import AskedText, answer_loss
+from kvtool.profiling.answer_loss import AskedText, answer_loss, head_losses
 from kvtool.profiling.request import read_request
 from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.reference.oracle import Oracle
+from tests.reference.policies import Reference, build
 
 PROMPT, REST = 60, 9
 
@@ -83,6 +86,79 @@ def test_heads_that_differ_merged_tokens_and_codes_count_as_well(model, policy):
     assert found.min() > 1e-6
 
 
+class OneCut(Reference):
+    """A policy cuts one head of a prompt; nothing else ever leaves."""
+
+    def __init__(self, policy=None, head=None):
+        super().__init__(0)
+        self.policy, self.head = policy, head
+
+    def observe(self, attention):
+        if self.policy is not None and self.in_prompt:
+            self.policy.observe(attention)
+
+    in_prompt = True
+
+    def keep(self, head, positions, values):
+        cut = self.in_prompt and head == self.head
+        return self.policy.keep(head, positions, values) if cut else list(positions)
+
+
+def slow_head_losses(model, make, budgets, asked=0):
+    """Attend, in a loop over heads and tokens, to what a policy has left of one head alone."""
+    read, rest = text().prompt[0].tolist(), text().rest[0].tolist()
+    layers, heads = len(model.model.layers), model.config.num_key_value_heads
+
+    def chances(cut=None, policy=None, head=None):
+        own = iter([OneCut(policy, head) if i == cut else OneCut() for i in range(layers)])
+        oracle = Oracle(model, lambda: next(own))
+        oracle.feed(read)
+        oracle.in_prompt = False
+        return [oracle.feed([token]).double().softmax(-1) for token in rest]
+
+    kvtool.detach(model)
+    full, found = chances(), torch.zeros(layers, heads, len(budgets), dtype=torch.float64)
+    places = range(asked - 1, REST - 1) if asked else range(REST)
+    for layer, head, i in itertools.product(range(layers), range(heads), range(len(budgets))):
+        after = chances(layer, make(budgets[i]), head)
+        apart = [(full[p] * (full[p] / after[p]).log()).sum() for p in places]
+        found[layer, head, i] = sum(apart) / len(places)
+    kvtool.attach(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("policy", "options"),
+    [
+        ("h2o", {}),
+        ("streaming", {}),
+        ("tova", {"head_reduce": "kv_head"}),
+        ("snapkv", {"window": 4}),
+    ],
+)
+def test_losses_of_heads_equal_those_of_a_loop_over_heads(model, policy, options):
+    spelled = policy.replace("snapkv", "snapkv(window=4)")
+    found = head_losses(model, parse_policy(spelled), [20, 41], text())
+    expected = slow_head_losses(model, lambda budget: build(policy, budget, **options), [20, 41])
+    torch.testing.assert_close(found, expected, rtol=5e-3, atol=5e-6)
+    assert found.shape == (2, 2, 2)
+    assert found.min() > 1e-6
+
+
+def test_losses_of_heads_behind_a_question_and_of_budgets_that_fit(model):
+    found = head_losses(model, parse_policy("h2o"), [20], text(asked=4))
+    slow = slow_head_losses(model, lambda budget: build("h2o", budget), [20], asked=4)
+    torch.testing.assert_close(found, slow, rtol=5e-3, atol=5e-6)
+    assert head_losses(model, parse_policy("h2o"), [PROMPT], text()).max() < 1e-6
+
+
+def test_heads_of_layers_with_a_window_have_no_number():
+    model = kvtool.attach(family_model("gemma3"))
+    found = head_losses(model, parse_policy("h2o"), [20], text())
+    assert found.isnan().all(-1).all(-1).tolist() == [True, False, True, False]
+    assert not found[1].isnan().any()
+
+
 def test_only_the_answer_behind_a_question_counts(model):
     found = losses(model, "h2o", [20], asked=4)
     torch.testing.assert_close(
@@ -129,7 +205,8 @@ def test_models_that_cannot_be_replayed_are_refused():
 
 def asked_for(**changes):
     given = {"samples": 2, "tokens": 64, "decode": 8, "policy": "h2o", "budgets": None, "seed": 0}
-    return read_request("answer_loss", data="builtin", **(given | changes))
+    given = given | {"metrics": "answer_loss"} | changes
+    return read_request(given.pop("metrics"), data="builtin", **given)
 
 
 @pytest.mark.parametrize(
@@ -152,3 +229,43 @@ def test_what_cannot_be_measured_is_refused_before_anything_loads(changes, told)
 def test_the_default_policy_is_that_of_output_errors():
     plan = asked_for(policy=None).plan
     assert (str(plan.policy), plan.budgets) == ("h2o", (4, 8, 16, 32))
+
+
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("adakv", "splits its budget over the KV heads by itself"),
+        ("h2o+ada", "splits its budget over the KV heads by itself"),
+        ("rkv", "keeps the newest queries of a whole layer"),
+        ("snapkv+chunk", "keeps the same tokens in all KV heads of a layer"),
+    ],
+)
+def test_policies_of_equal_heads_have_no_losses_of_heads(policy, told):
+    with pytest.raises(UsageError, match=told) as error:
+        asked_for(policy=policy, tokens=600, metrics="answer_loss(heads=true)")
+    assert error.value.hint == "--metrics answer_loss measures layers alone"
+    assert not asked_for(policy=policy, tokens=600).plan.heads
+
+
+@pytest.mark.parametrize(
+    ("metrics", "told"),
+    [
+        ("f_variance(heads=true)", "cannot read `f_variance(heads=true)` in --metrics"),
+        ("answer_loss(heads=true", "cannot read `answer_loss(heads=true` in --metrics"),
+        ("answer_loss(head=true)", "`answer_loss` has no parameter `head`; it takes heads"),
+        ("answer_loss(heads=2)", "answer_loss: heads must be true or false, got `2`"),
+    ],
+)
+def test_settings_of_a_metric_that_cannot_be_read(metrics, told):
+    with pytest.raises(UsageError) as error:
+        asked_for(metrics=metrics)
+    assert told in error.value.report()
+
+
+def test_heads_are_asked_for_by_a_setting_of_the_metric():
+    assert asked_for(metrics="entropy,answer_loss(heads=true)").plan.heads
+    assert not asked_for(metrics="answer-loss(heads=false)").plan.heads
+    assert asked_for(metrics=["entropy", "Answer_Loss(heads=true)"]).plan.metrics == (
+        "entropy",
+        "answer_loss",
+    )

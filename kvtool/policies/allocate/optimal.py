@@ -6,13 +6,17 @@ whole prompt loses nothing, and no layer gets fewer tokens than the smallest bud
 measured. The mean curve of a layer is made non-increasing and its loss taken along the lower convex
 hull, on which filling the steepest segments first is exact. No other split of the total has a
 smaller sum. Budgets stay equal where this sum is not below theirs by more than its standard error.
+
+With `heads=true` the same is done with losses of KV heads. The mean over the heads of a layer is a
+whole number of tokens, and no other split with such means has a smaller sum.
 """
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import ClassVar
 
@@ -21,6 +25,7 @@ from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem, LossCurves
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.parts import Allocator
+from kvtool.policies.spelling import spell_settings
 
 Point = tuple[int, float]
 """Tokens, and the loss with them."""
@@ -68,8 +73,7 @@ def least_loss(hulls: Sequence[Sequence[Point]], total: int) -> list[int]:
     left = total - sum(tokens)
     segments = []
     for layer, hull in enumerate(hulls):
-        for (start, loss), (end, below) in pairwise(hull):
-            segments.append(((below - loss) / (end - start), layer, end - start))
+        segments += [(slope, layer, length) for slope, length in _segments(hull)]
     for _, layer, length in sorted(segments):
         given = min(length, left)
         tokens[layer] += given
@@ -97,17 +101,20 @@ class LossForecast:
         return self.equal - self.planned > self.standard_error
 
 
-def forecast_losses(problem: AllocationProblem, tokens: Sequence[int]) -> LossForecast | None:
+def forecast_losses(
+    problem: AllocationProblem, tokens: Sequence[int], even: Sequence[int] = ()
+) -> LossForecast | None:
     """Forecast what a split loses, beside equal budgets.
 
     Args:
         tokens: of each layer.
+        even: equal budgets; nothing: as they are split equally.
 
     Returns:
         None where a layer gets fewer tokens than the smallest budget that was measured.
     """
     curves, most = problem.curves, problem.max_budgets
-    even = Uniform().split(problem).tokens
+    even = even or Uniform().split(problem).tokens
     if any(min(split) < min(curves.budgets[0], min(most)) for split in (tokens, even)):
         return None
     equal, planned = (_losses(curves, split, most) for split in (even, tokens))
@@ -139,11 +146,22 @@ def _at(points: Sequence[Point], tokens: int) -> float:
 
 @dataclass(frozen=True)
 class Optimal(Allocator):
-    """The split that loses least of the answer, by a profile's loss curves."""
+    """The split that loses least of the answer, by a profile's loss curves.
+
+    Args:
+        heads: split over the KV heads of all layers, which then keep unequal counts.
+    """
+
+    heads: bool = False
 
     name: ClassVar = "optimal"
     paper: ClassVar = "-"
     metric: ClassVar = "answer_loss"
+
+    @property
+    def measurement(self) -> str:
+        """Return what `kvtool profile --metrics` is given for it."""
+        return shlex.quote(self.metric + spell_settings(self))
 
     def split(self, problem: AllocationProblem) -> Allocation:
         """Give every layer its tokens.
@@ -151,31 +169,122 @@ class Optimal(Allocator):
         Raises:
             UsageError: the mean budget is below the smallest that was measured.
         """
-        smallest = problem.curves.budgets[0]
+        curves = problem.head_curves[0] if self.heads else problem.curves
+        smallest = curves.budgets[0]
         mean = problem.total / problem.layers
         if mean < min(smallest, *problem.max_budgets):
             raise UsageError(
                 f"allocator `{self.name}`: {mean:g} tokens per layer are fewer than {smallest}, "
                 "the smallest budget whose loss the profile holds",
-                hint=f"kvtool profile --metrics {self.metric} --budgets {int(mean) // 2 or 1},..",
+                hint=f"kvtool profile --metrics {self.measurement} "
+                f"--budgets {int(mean) // 2 or 1},..",
             )
+        if self.heads:
+            return self._over_heads(problem)
         best = best_split(problem)
         forecast = forecast_losses(problem, best)
         if forecast is None or not forecast.gains:
             return Uniform().split(problem)
         return Allocation(best, problem.total)
 
+    def _over_heads(self, problem: AllocationProblem) -> Allocation:
+        best = best_heads(problem)
+        split = Allocation([sum(own) // len(own) for own in best], problem.total, best)
+        forecast = forecast_heads(problem, split)
+        if forecast is None or not forecast.gains:
+            return Uniform().split(problem)
+        return split
+
 
 def best_split(problem: AllocationProblem) -> list[int]:
     """Return the tokens of each layer whose summed loss is smallest along the hulls."""
     curves = problem.curves
     limits = zip(problem.min_budgets, problem.max_budgets, strict=True)
-    hulls = []
-    for layer, (least, most) in enumerate(limits):
-        points = curve_points(curves.budgets, falling(curves.mean(layer)), most)
-        hulls.append(_within(convex_hull(points), least))
+    hulls = [_hull(curves, layer, *both) for layer, both in enumerate(limits)]
+    return least_loss(hulls, _possible(hulls, problem))
+
+
+def best_heads(problem: AllocationProblem) -> list[list[int]]:
+    """Return the tokens of each KV head of each layer whose summed loss is smallest.
+
+    The heads of a layer have a whole number of tokens in the mean.
+    """
+    limits = zip(problem.head_curves, problem.min_budgets, problem.max_budgets, strict=True)
+    by_layer = [
+        [_hull(curves, head, least, most) for head in range(len(curves.by_sample[0]))]
+        for curves, least, most in limits
+    ]
+    means = [_mean_hull(hulls) for hulls in by_layer]
+    split = least_loss(means, _possible(means, problem))
+    pairs = zip(by_layer, split, strict=True)
+    return [least_loss(hulls, mean * len(hulls)) for hulls, mean in pairs]
+
+
+def by_heads(problem: AllocationProblem) -> AllocationProblem:
+    """Return a problem of the same total whose layers are the KV heads of all layers."""
+    sizes = [len(curves.by_sample[0]) for curves in problem.head_curves]
+
+    def of_heads(limits: Sequence[int]) -> list[int]:
+        return [each for each, size in zip(limits, sizes, strict=True) for _ in range(size)]
+
+    samples = zip(*(curves.by_sample for curves in problem.head_curves), strict=True)
+    flat = [[curve for layer in sample for curve in layer] for sample in samples]
+    return replace(
+        problem,
+        min_budgets=of_heads(problem.min_budgets),
+        max_budgets=of_heads(problem.max_budgets),
+        curves=LossCurves(problem.head_curves[0].budgets, flat),
+        head_curves=(),
+    )
+
+
+def forecast_heads(problem: AllocationProblem, split: Allocation) -> LossForecast | None:
+    """Forecast what a split loses by the curves of KV heads, as `forecast_losses` does."""
+    sizes = [len(curves.by_sample[0]) for curves in problem.head_curves]
+
+    def alike(tokens: Sequence[int]) -> list[int]:
+        return [own for own, size in zip(tokens, sizes, strict=True) for _ in range(size)]
+
+    even = alike(Uniform().split(problem).tokens)
+    if split.by_head is None:
+        return forecast_losses(by_heads(problem), alike(split.tokens), even)
+    tokens = [own for layer in split.by_head for own in layer]
+    return forecast_losses(by_heads(problem), tokens, even)
+
+
+def _hull(curves: LossCurves, place: int, least: int, most: int) -> list[Point]:
+    points = curve_points(curves.budgets, falling(curves.mean(place)), most)
+    return _within(convex_hull(points), least)
+
+
+def _possible(hulls: Sequence[Sequence[Point]], problem: AllocationProblem) -> int:
+    """Return the total of a problem, or the nearest that hulls and limits allow."""
     possible = max(problem.total, sum(hull[0][0] for hull in hulls))
-    return least_loss(hulls, min(possible, sum(problem.max_budgets)))
+    return min(possible, sum(problem.max_budgets))
+
+
+def _mean_hull(hulls: Sequence[Sequence[Point]]) -> list[Point]:
+    """Return the least loss of a layer for every mean over its heads: convex, corners only.
+
+    Between two corners the loss at whole means is on the line through them.
+    """
+    count = len(hulls)
+    tokens, loss = sum(hull[0][0] for hull in hulls), math.fsum(hull[0][1] for hull in hulls)
+    corners = [(tokens, loss)]
+    for slope, length in sorted(segment for hull in hulls for segment in _segments(hull)):
+        tokens, loss = tokens + length, loss + slope * length
+        corners.append((tokens, loss))
+    means = {mean for at, _ in corners for mean in (at // count, -(-at // count))}
+    within = (mean for mean in sorted(means) if mean * count >= corners[0][0])
+    return [(mean, _at(corners, mean * count)) for mean in within]
+
+
+def _segments(hull: Sequence[Point]) -> list[tuple[float, int]]:
+    """Return the slope and the length of each line between two corners."""
+    return [
+        ((below - loss) / (end - start), end - start)
+        for (start, loss), (end, below) in pairwise(hull)
+    ]
 
 
 def _within(hull: list[Point], least: int) -> list[Point]:

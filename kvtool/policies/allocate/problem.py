@@ -22,6 +22,8 @@ UNLIMITED = 2**30  # tokens of a head that keeps everything, whatever comes
 class LossCurves:
     """What is lost of an answer where one layer alone is cut to each of a few budgets, in nats.
 
+    Or where one KV head of a layer is cut; then the heads take the place of layers.
+
     Attributes:
         budgets: tokens per layer and KV head, ascending.
         by_sample: samples x layers x budgets, 0 or more.
@@ -51,6 +53,7 @@ class AllocationProblem:
         variance: F of each layer (see `kvtool.policies.allocate.d2o`), nothing if not measured.
         largest: the largest F that each layer could have had, n - 1 over a prompt of n tokens.
         curves: loss of the answer against budget, empty if not measured.
+        head_curves: the same for each KV head of each layer, empty if not measured.
         shares: share of the prompt for each layer, from published curves; nothing without them.
     """
 
@@ -61,6 +64,7 @@ class AllocationProblem:
     variance: Sequence[float] = ()
     largest: Sequence[float] = ()
     curves: LossCurves = NOT_MEASURED
+    head_curves: Sequence[LossCurves] = ()
     shares: Sequence[float] = ()
 
     @property

@@ -5,6 +5,7 @@ A policy's own allocator splits it, or a plan does.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import allocate_by_counts
 from kvtool.policies.allocate.problem import AllocationProblem
+from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.parts import Allocator
 from kvtool.policies.policy import Policy
@@ -71,8 +73,8 @@ class AllocatedSplit:
         if allocator.metric not in (None, "f_variance"):
             raise UsageError(
                 f"`{allocator.modifier}` needs measurements of the model, which a plan holds",
-                hint=f"kvtool profile --metrics {allocator.metric} | "
-                f"kvtool plan-budget - --allocator {allocator.name}",
+                hint=f"kvtool profile --metrics {allocator.measurement} | "
+                f"kvtool plan-budget - --allocator {shlex.quote(spell_allocator(allocator))}",
             )
 
     @property

@@ -9,10 +9,12 @@ import pytest
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import (
     Optimal,
+    best_heads,
     best_split,
     convex_hull,
     curve_points,
     falling,
+    forecast_heads,
     forecast_losses,
 )
 from kvtool.policies.allocate.problem import AllocationProblem, LossCurves
@@ -186,3 +188,88 @@ def test_the_standard_error_is_that_of_the_gains_over_samples():
     spread = sum((gain - mean) ** 2 for gain in gains) / (2 - 1)
     assert found.standard_error == pytest.approx((spread / 2) ** 0.5)
     assert found.equal - found.planned == pytest.approx(mean)
+
+
+def head_problem(*layers, total, most, least=1, budgets=(10, 20)):
+    """Layers of samples x heads x budgets."""
+    curves = [LossCurves(list(budgets), samples) for samples in layers]
+    limits = {"min_budgets": [least] * len(layers), "max_budgets": [most] * len(layers)}
+    return AllocationProblem(total=total, head_curves=curves, **limits)
+
+
+def curve_of_head(rng, budgets, n, convex):
+    scale = rng.choice([0.01, 1.0, 9.0])
+    return [scale * (n - b) ** 2 if convex else rng.random() for b in budgets]
+
+
+@pytest.mark.parametrize("convex", [True, False])
+def test_no_split_over_heads_with_whole_means_has_less_error(convex):
+    """Every split of every layer's tokens over its heads, and of the total over the layers."""
+    rng = random.Random(convex)
+    for _ in range(60):
+        layers, n = rng.randint(1, 3), rng.randint(8, 14)
+        sizes = [rng.randint(1, 3) for _ in range(layers)]
+        budgets = sorted(rng.sample(range(2, n), rng.randint(1, 3)))
+        losses = [[curve_of_head(rng, budgets, n, convex) for _ in range(size)] for size in sizes]
+        least = rng.randint(1, budgets[0])
+        total = rng.randint(layers * budgets[0], layers * n)
+        rows = [[own, own] for own in losses]
+        problem = head_problem(*rows, total=total, most=n, least=least, budgets=budgets)
+        split = best_heads(problem)
+        assert [sum(own) % len(own) for own in split] == [0] * layers
+        assert sum(sum(own) // len(own) for own in split) == total
+        assert all(budgets[0] <= tokens <= n for own in split for tokens in own)
+        points = [[curve_points(budgets, falling(curve), n) for curve in own] for own in losses]
+        read = interpolate if convex else slow_hull
+        got = sum(
+            read(curve, tokens)
+            for own, layer in zip(points, split, strict=True)
+            for curve, tokens in zip(own, layer, strict=True)
+        )
+
+        def of_layer(layer, mean, points=points, read=read, n=n, low=budgets[0]):
+            own = points[layer]
+            value = partial(error_of, own, read)
+            return least_sum(value, mean * len(own), [low] * len(own), [n] * len(own))
+
+        best = least_sum(of_layer, total, [budgets[0]] * layers, [n] * layers)
+        assert got == pytest.approx(best, abs=1e-9)
+
+
+def test_heads_worked_by_hand():
+    """One head of the second layer reads; 40 tokens a layer are 160 in all four heads."""
+    first = [[0.0, 0.0], [0.1, 0.05]]
+    second = [[0.0, 0.0], [4.0, 2.0]]
+    problem = head_problem([first, first], [second, second], total=80, most=80)
+    split = Optimal(heads=True).split(problem)
+    # the slopes: 4/70 for the reader, up to 80; .1/70 for the other, up to 60 of what is left
+    assert split.by_head == [[10, 60], [10, 80]]
+    assert split.tokens == [35, 45]
+    assert sum(split.tokens) == 80
+    found = forecast_heads(problem, split)
+    equal = 0.05 * 40 / 60 + 2.0 * 40 / 60
+    assert found.equal == pytest.approx(equal)
+    assert found.planned == pytest.approx(0.05 * 20 / 60)
+    assert found.standard_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_gain_of_heads_within_one_standard_error_keeps_budgets_equal():
+    layers = [[[0.0, 0.0], [4.0, 2.0]], [[3.0, 0.1], [0.0, 0.0]]]
+    problem = head_problem(layers, total=20, most=40)
+    split = Optimal(heads=True).split(problem)
+    assert (split.tokens, split.by_head) == ([20], None)
+    found = forecast_heads(problem, split)
+    assert (found.planned, found.standard_error) == (found.equal, 0.0)
+
+
+def test_an_unmeasured_small_budget_of_heads_is_refused():
+    problem = head_problem([[[0.9, 0.5]] * 2] * 2, total=9, most=40)
+    with pytest.raises(UsageError, match="9 tokens per layer are fewer than 10") as told:
+        Optimal(heads=True).split(problem)
+    assert "--metrics 'answer_loss(heads=true)' --budgets 4,.." in told.value.hint
+
+
+def test_a_prompt_that_fits_is_kept_whole_in_every_head():
+    layer = [[0.9, 0.5], [0.8, 0.1]]
+    problem = head_problem([layer, layer], total=8, most=8)
+    assert Optimal(heads=True).split(problem).tokens == [8]
