@@ -155,7 +155,7 @@ class PolicySteps:
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""
-        return self._caches[1].report().traffic_bytes
+        return self._caches[0].report().traffic_bytes
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
