@@ -100,7 +100,7 @@ def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
     }
     statuses: dict[int, int] = {}
     with serving(loaded=loaded, max_new_tokens="1", longest_prompt="500") as server:
-        for _ in range(400):
+        for _ in range(500):
             path = draw.choice(list(good))
             body = dict(good[path])
             for _ in range(draw.randint(1, 3)):
@@ -117,7 +117,7 @@ def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
             statuses[status] = statuses.get(status, 0) + 1
             assert status in (200, 400, 404), found
             assert (status == 200) != ("error" in found)
-        assert statuses[400] > 200
+        assert statuses[400] > 250
         assert server.ask("/health")[0] == 200
 
 
