@@ -3,13 +3,16 @@
     python -m tests.benchmarks.startup [--runs 5]    # 2 minutes
 
 A is the time of `import typer, yaml`, B of importing torch with transformers' Llama, each as a
-process of its own. All are run in turn, round after round, so that a busy machine is busy for all;
-the table has medians of the processor time, which other processes disturb less than the clock.
+process of its own. C is that of `import pydantic`, above which the ways of Llama-3.1-8B in 24 GiB
+are to take half a second. All are run in turn, round after round, so that a busy machine is busy
+for all; the table has medians of the processor time, which other processes disturb less than the
+clock.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import subprocess
@@ -19,10 +22,13 @@ from pathlib import Path
 from statistics import median
 
 from kvtool.models import reference
+from tests.models.published import LLAMA_3
 
 KVTOOL = (sys.executable, "-m", "kvtool")
 A = (sys.executable, "-c", "import typer, yaml")
 B = (sys.executable, "-c", "import torch; from transformers import LlamaForCausalLM")
+C = (sys.executable, "-c", "import pydantic")
+MOST_ABOVE = 0.5  # seconds of the ways above C
 
 
 def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str, float]]:
@@ -49,6 +55,12 @@ def commands(folder: Path) -> dict[str, tuple[tuple[str, ...], str, float]]:
     }
 
 
+def ways(folder: Path) -> tuple[str, ...]:
+    """Return the command that lists the ways of a published configuration, alone in a folder."""
+    (folder / "config.json").write_text(json.dumps(LLAMA_3))
+    return (*KVTOOL, "plan-budget", "-m", str(folder), "--context", "100K", "--memory", "24GiB")
+
+
 def processor_seconds(command: tuple[str, ...]) -> float:
     """Run a command without a GPU, and return the processor time that it took."""
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -66,7 +78,8 @@ def main() -> None:
     runs = parser.parse_args().runs
     with tempfile.TemporaryDirectory() as folder:
         rows = commands(Path(folder))
-        timed = {"A": A, "B": B} | {name: command for name, (command, _, _) in rows.items()}
+        timed = {"A": A, "B": B, "C": C, "ways": (*ways(Path(folder)), "-f", "text")}
+        timed |= {name: command for name, (command, _, _) in rows.items()}
         seconds: dict[str, list[float]] = {name: [] for name in timed}
         for _ in range(runs):
             for name, command in timed.items():
@@ -77,6 +90,8 @@ def main() -> None:
     for name, (_, unit, bound) in rows.items():
         multiple = f"{medians[name] / medians[unit]:.2f} {unit}"
         print(f"{name:32} {medians[name]:8.2f} {multiple:>10} {f'{bound:g} {unit}':>8}")
+    above = medians["ways"] - medians["C"]
+    print(f"ways of Llama-3.1-8B in 24 GiB: {above:.2f} s above C, bound {MOST_ABOVE:g} s")
 
 
 if __name__ == "__main__":
