@@ -2,18 +2,24 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
+from kvtool.models.load import load
 from kvtool.planning.auto import choose_bytes, chosen_note, keeps_all, needs_with
 from kvtool.planning.bytes import Text
 from kvtool.planning.machine import Run
 from kvtool.sizes import Budget
+from kvtool.watcher import Watcher
 from tests.evaluation.variants import make_variants
+from tests.models.bundled import shipped
 from tests.models_for_tests import family_model
+from tests.pretend_device import DEVICE, pretended, put
 
 CONFIG = family_model("llama").config
 TEXT = Text(4096, 32)
@@ -77,6 +83,51 @@ def test_a_budget_that_holds_all_is_said():
         f"budget: {small}, 80% of what weights and reading the prompt leave "
         "(weights 3.0 MiB; 6.0 MiB free on cpu)"
     )
+
+
+@pytest.fixture(scope="module")
+def elsewhere():
+    """The bundled model on a device that is not the CPU, with its tokenizer."""
+    loaded = load(str(shipped()))
+    return put(loaded.model), loaded.tokenizer
+
+
+class Notes(Watcher):
+    def __init__(self):
+        self.lines = []
+
+    def note(self, text):
+        self.lines.append(text)
+
+
+@pytest.mark.parametrize(
+    ("policy", "prefill"),
+    [("h2o", "full"), ("h2o", "block:128"), ("snapkv", "full"), ("streaming+int8", "block:128")],
+)
+def test_a_device_is_asked_what_it_has_free(elsewhere, monkeypatch, policy, prefill):
+    """Its own memory counts, not the machine's; the cache on it fills what was chosen."""
+    model, tokenizer = elsewhere
+    free, asked = 8 * 2**20, "auto:5%"
+    device = SimpleNamespace(mem_get_info=lambda place: (free, 2**30))
+    monkeypatch.setattr(torch, DEVICE.type, device, raising=False)
+    monkeypatch.setattr("kvtool.models.placement._free_ram", lambda: pytest.fail("asked the CPU"))
+    prompt, watcher = "The code is 12. " * 100, Notes()
+    with pretended():
+        more = {"tokenizer": tokenizer, "prefill": prefill, "watcher": watcher}
+        report = kvtool.compress(model, prompt, policy, asked, **more).report()
+    (note,) = [line for line in watcher.lines if line.startswith("budget: ")]
+    chosen, _, reason = note.removeprefix("budget: ").partition(", ")
+    assert reason == (
+        "5% of what weights and reading the prompt leave (weights 0 B; 8.0 MiB free on meta)"
+    )
+    (variant,) = make_variants([policy], [chosen], prefill=prefill, baseline=False)
+    tokens = report.tokens_seen
+    run = Run(model.config, "float32", variant, Text(tokens), {})
+    assert choose_bytes([run], Budget.parse(asked), there(free, 0)) == Budget.parse(chosen)
+    held = report.allocated_bytes + report.state_bytes
+    size = Budget.parse(chosen).bytes
+    assert held <= size < held + held / min(report.kept_per_layer)  # no token more in every layer
+    assert max(report.kept_per_layer) < tokens
 
 
 @pytest.mark.parametrize(
