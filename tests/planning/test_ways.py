@@ -14,7 +14,7 @@ from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.losses import NOISE, packaged
 from kvtool.planning.recommend import measured_losses
 from kvtool.planning.variants import Variant
-from kvtool.planning.ways import NEARLY, Room, largest_within, list_ways
+from kvtool.planning.ways import NEARLY, READERS, Room, largest_within, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
@@ -24,6 +24,7 @@ from tests.planning.documents import shape
 from tests.planning.test_recommend import arm, measured, run_of
 
 GIB = 2**30
+TEXT = Text(PROMPT, NEW, 1, 1195)
 WEIGHTS = 16_060_522_496  # 8,030,261,248 parameters in bfloat16
 
 
@@ -239,28 +240,48 @@ def test_the_largest_number_within_a_limit_is_that_of_a_plain_search(limit, leas
         assert largest_within(cost, limit, least, most) == wanted
 
 
-BYTES = ("full", "full+int8", "full+fp8", "full+k8v4", "full+int4")
-LARGE = ("full", "full+int8", "full+fp8", "full+k8v4", "quest")
-BOTH = ("keydiff+int8", "expected+k8v4", "rkv+int8", "tova+int4", "streaming+int8", "kvzip+int8")
+CODECS = ("int8", "fp8", "k8v4", "int4")
+BASES = [name for name in packaged().offered if name not in READERS]
+ROWS = ["full", *(f"full+{codec}" for codec in CODECS), *READERS, *BASES]
+ROWS += [f"{base}+{codec}" for base in BASES for codec in CODECS]
+SIZES = (200_000, 500_000, 1_500_000, 3_500_000)
 
 
-@pytest.mark.parametrize("name", [*BYTES, *BOTH, "keydiff", "quest"])
-def test_a_way_holds_what_its_plan_and_its_run_hold(bundled, name):
-    """Planned bytes, those of the way and those of tensors are the same."""
+@pytest.mark.few(24)
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_way_holds_what_its_plan_and_its_run_hold(bundled, name, size):
+    """Planned bytes, those of the way and those of tensors are the same, whether it is listed."""
     model, config = bundled
-    layers = layer_shapes(config, "float32")
-    room = Room(config, "float32", layers, Text(PROMPT, NEW, 1, config.vocab_size), size=500_000)
-    ways = {way.policy: way for way in list_ways(room, packaged(), lambda *words: "")}
-    policy = parse_policy(name)
-    if name in ways:
-        way = ways[name]
+    room = Room(config, "float32", layer_shapes(config, "float32"), TEXT, size=size)
+    way, policy = listed(room).get(name), parse_policy(name)
+    if way is not None:
         budget = {"tokens": way.reads or way.tokens} if policy.takes_budget else {"ratio": 1}
         plan = plan_for(model, policy, **budget)
         assert way.bytes == plan.totals.storage.bytes
-    else:  # a better one with the same policy was listed
-        plan = plan_for(model, policy, bytes=500_000)
+        assert (way.bytes <= size) or not way.fits
+    else:  # a better one of the same kind was listed, or all tokens fit
+        if name == "rocketkv" and size < SIZES[2]:
+            with pytest.raises(UsageError, match="16 pairs per step in every layer"):
+                plan_for(model, policy, bytes=size)
+            return
+        plan = plan_for(model, policy, bytes=size)
+        assert plan.totals.storage.bytes <= size
     assert held_by(model, policy, plan) == plan.totals.storage.bytes
-    assert (plan.totals.storage.bytes <= 500_000) == (name not in LARGE)
+
+
+def test_every_row_is_listed_somewhere(bundled):
+    """So that the sweep compares ways with runs, and not only plans; fp8 is never beside others."""
+    _, config = bundled
+    layers, names = layer_shapes(config, "float32"), set()
+    for size in SIZES:
+        names |= set(listed(Room(config, "float32", layers, TEXT, size=size)))
+    assert names >= {*ROWS[: -4 * len(BASES)], *(f"{base}+int8" for base in BASES)}
+    assert {name.partition("+")[2] for name in names} == {"", *CODECS}
+
+
+def listed(room):
+    return {way.policy: way for way in list_ways(room, packaged(), lambda *words: "")}
 
 
 @pytest.fixture(scope="module")
