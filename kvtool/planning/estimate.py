@@ -155,13 +155,15 @@ def _peak(
     n, block = text.prompt, _block(variant, policy, stored, text.prompt)
     ends = policy.two_stages and block < n and not policy.select_only  # is cut at the prompt's end
     waits = variant.cuts_at_the_end or ends
-    reading = reading_bytes(policy, layers, stored, n, block, waits=waits)
-    seen = n if waits else max(stored) + block
+    more = 0 if policy.cuts is None else policy.spare  # slots of tokens that are cut together
+    slots, first = [min(n, tokens + more) for tokens in stored], stored[0]
+    reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
+    seen = n if waits else max(slots) + block
     computing = computing_bytes(
-        config, layers, policy, text, block=block, keys=min(seen, n), first=stored[0]
+        config, layers, policy, text, block=block, keys=min(seen, n), first=first
     )
-    seen = max(stored) + text.new
-    answering = computing_bytes(config, layers, policy, text, block=1, keys=seen, first=stored[0])
+    seen = max(slots) + text.new
+    answering = computing_bytes(config, layers, policy, text, block=1, keys=seen, first=first)
     return max(reading * text.sequences + computing, held + answering)
 
 

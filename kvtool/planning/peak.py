@@ -113,9 +113,11 @@ def computing_bytes(
     if block == keys >= LONG_PROMPT and _summed_in_tiles(decoder, policy, stored):
         weights = min(weights, _TILES)
     repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
+    attending = text.sequences * repeated + weights
+    choosing = text.sequences * max(policy.score.choosing_bytes(each, keys) for each in stored)
     judged = block if policy.score.layer_tokens == "same" else 1
     logits = 2 * judged * (text.vocabulary or decoder.vocab_size) * _FLOAT
-    return text.sequences * (block * bytes_per_token + repeated + logits) + weights
+    return text.sequences * (block * bytes_per_token + logits) + max(attending, choosing)
 
 
 def _summed_in_tiles(decoder: Any, policy: Policy, stored: Sequence[LayerShape]) -> bool:

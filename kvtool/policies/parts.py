@@ -142,6 +142,13 @@ class Score:
         """Count the tokens always kept, by parameter name; the budget must be above their sum."""
         return {}
 
+    def choosing_bytes(self, layer: HeadSizes, slots: int) -> int:
+        """Estimate the bytes that `importance` computes with, beyond what attention did, of a row.
+
+        0: less than attention, whose memory is free again.
+        """
+        return 0
+
     @property
     def min_budget(self) -> int:
         """Return the smallest budget that an allocator gives a layer, if the mean allows it."""

@@ -48,6 +48,17 @@ def test_a_block_of_a_prompt_by_hand(policy, more, rows):
     assert computed(policy, sequences=rows) == rows * (16 * TOKEN + KEYS + LOGITS + more)
 
 
+def test_choosing_takes_what_attention_did_where_that_is_more():
+    """R-KV: unit keys of 16 numbers, two tiles of 128 cosines and 8 numbers of places, 2 heads."""
+    choosing = 40 * 2 * 4 * (16 + 2 * 128 + 8)
+    assert choosing > KEYS
+    assert computed("rkv") == 16 * TOKEN + choosing + LOGITS
+    wide = 40 * 1 * 4 * (3 * 256 + 8)  # keys, what they are times 0 or 1, and their squares
+    one = LayerShape(kv_heads=1, heads=4, key_dim=256, value_dim=256, itemsize=4)
+    attended = computed("streaming", (one,), block=1)
+    assert computed("rkv", (one,), block=1) == attended + wide
+
+
 def test_a_decoded_token_repeats_no_keys():
     assert computed("streaming", block=1) == TOKEN + LOGITS
     assert computed("snapkv(window=8)", block=1) == TOKEN + LOGITS

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
+from kvtool.policies.numbers import Count, HeadSizes, State
 from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time
+_PLACES = 8  # numbers of 4 bytes for the place of a slot and its order
 
 
 def votes_of_queries(
@@ -128,6 +129,11 @@ class RKV(Score):
     @property
     def pace(self) -> Every:
         return Every(self.buffer)
+
+    def choosing_bytes(self, layer: HeadSizes, slots: int) -> int:
+        """Count unit keys with two tiles of cosines, or keys, lengths and unit keys; and places."""
+        numbers = max(layer.key_dim + 2 * _CHUNK, 3 * layer.key_dim) + _PLACES
+        return 4 * numbers * layer.kv_heads * slots
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         import torch
