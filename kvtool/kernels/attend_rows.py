@@ -1,8 +1,9 @@
 """Attention of many queries, with the log-sum-exp of each and the number of keys that it sees.
 
 One pass over the keys with a running maximum (Dao et al., 2022, https://arxiv.org/abs/2205.14135).
-The masks are those of a slot cache: by true position, -1 = empty or padding. The log-sum-exp is
-what `column_sums` needs to find the weights again without their having been written.
+The masks are those of a slot cache: by true position, -1 = empty or padding. A tile of keys that
+all queries see is not masked. The log-sum-exp is what `column_sums` needs to find the weights again
+without their having been written.
 """
 
 import torch
@@ -11,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtool.kernels.tiles import (
+    LOG2_E,
     dense,
     load_tile,
     logits_of,
-    softmax_step,
-    tile_edge,
+    prompt_tiling,
     visible_tile,
     width,
 )
@@ -28,6 +29,8 @@ def attend_rows_kernel(
     value,
     query_positions,
     key_positions,
+    lowest,
+    latest,
     sinks,
     out,
     lse,
@@ -44,6 +47,7 @@ def attend_rows_kernel(
     new_batch,
     stored_batch,
     stored_head,
+    full_tiles,
     sinks_batch,
     heads,
     key_share,
@@ -63,6 +67,8 @@ def attend_rows_kernel(
     WINDOWED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     SINKS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):
     """Attend a tile of queries of one head over all keys that they can see."""
     tiles = tl.cdiv(q_len, ROWS)
@@ -76,8 +82,11 @@ def attend_rows_kernel(
     key += batch * key_batch + (head // key_share).to(tl.int64) * key_head
     value += batch * value_batch + (head // key_share).to(tl.int64) * value_head
     key_positions += batch * stored_batch + (head // stored_share).to(tl.int64) * stored_head
+    lines = (batch * (heads // stored_share) + head // stored_share) * full_tiles
     tile = load_tile(query, rows, query_row, q_len, DIM, DIM_WIDTH)
     new = tl.load(query_positions + batch * new_batch + rows, mask=inside, other=-1).to(tl.int32)
+    oldest = tl.min(tl.where(inside, new, 2147483647), 0)  # -1 where one is padding
+    newest = tl.max(new, 0)
 
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -89,22 +98,38 @@ def attend_rows_kernel(
         start = tl.maximum(kv_len - q_len + first - window + 1, 0) // KEYS * KEYS
     for low in range(start, stop, KEYS):
         places = low + tl.arange(0, KEYS)
-        there = places < stop
-        stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
         keys = load_tile(key, places, key_row, stop, DIM, DIM_WIDTH)
-        visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
-        logits = logits_of(tile, keys, scale, softcap, CAPPED)
-        logits = tl.where(visible, logits, float("-inf"))
-        highest, total, weights, shrink = softmax_step(logits, highest, total)
-        keys_seen += tl.sum(visible.to(tl.float32), 1)
+        logits = logits_of(tile, keys, scale, softcap, CAPPED) * LOG2_E
+        whole = low + KEYS <= stop
+        first_of_tile = tl.load(lowest + lines + low // KEYS, mask=whole, other=-1)
+        last_of_tile = tl.load(latest + lines + low // KEYS, mask=whole, other=-1)
+        masked = (first_of_tile < 0) | (last_of_tile > oldest)
+        if WINDOWED:
+            masked = masked | (first_of_tile <= newest - window)
+        if masked:
+            there = places < stop
+            stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
+            visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
+            logits = tl.where(visible, logits, float("-inf"))
+            if COUNTED:
+                keys_seen += tl.sum(visible.to(tl.float32), 1)
+        else:
+            if COUNTED:
+                keys_seen += KEYS
+        top = tl.maximum(highest, tl.max(logits, 1))
+        finite = tl.where(top == float("-inf"), 0.0, top)  # nothing visible so far
+        weights = tl.exp2(logits - finite[:, None])
+        shrink = tl.exp2(highest - finite)
+        highest = top
+        total = total * shrink + tl.sum(weights, 1)
         values = load_tile(value, places, value_row, stop, VALUE_DIM, VALUE_WIDTH)
         mean = mean * shrink[:, None]
-        mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+        mean = tl.dot(weights.to(values.dtype), values, mean, input_precision="ieee")
     if SINKS:
-        sink = tl.load(sinks + batch * sinks_batch + head).to(tl.float32)
+        sink = tl.load(sinks + batch * sinks_batch + head).to(tl.float32) * LOG2_E
         top = tl.maximum(highest, sink)
-        shrink = tl.exp(highest - top)
-        total = total * shrink + tl.exp(sink - top)
+        shrink = tl.exp2(highest - top)
+        total = total * shrink + tl.exp2(sink - top)
         mean = mean * shrink[:, None]
         highest = top
 
@@ -115,8 +140,9 @@ def attend_rows_kernel(
         (mean / total[:, None]).to(out.dtype.element_ty),
         mask=inside[:, None] & (columns < VALUE_DIM)[None, :],
     )
-    tl.store(lse + line, highest + tl.log(total), mask=inside)
-    tl.store(seen + line, keys_seen, mask=inside)
+    tl.store(lse + line, (highest + tl.log2(total)) / LOG2_E, mask=inside)
+    if COUNTED:
+        tl.store(seen + line, keys_seen, mask=inside)
 
 
 def attend_rows(
@@ -131,7 +157,8 @@ def attend_rows(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     in_order: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    counted: bool = True,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Attend the newest tokens over [kept slots, new tokens].
 
     Args:
@@ -142,36 +169,42 @@ def attend_rows(
         window: width of a sliding window, in positions, the query itself included.
         sinks: (batch, heads) logits that take their share without a value.
         in_order: whether key j has position j, so that a window need not look far back.
+        counted: whether the number of keys that each query sees is wanted, which takes time.
 
     Returns:
         (batch, heads, q_len, value_dim) in the dtype of the values; the log-sum-exp of the logits
-        of each query, its sink included, and the number of keys that it sees, (batch, heads, q_len)
-        float32.
+        of each query, its sink included, and the number of keys that it sees (None: not counted),
+        (batch, heads, q_len) float32.
     """
     query, key, value = dense(query), dense(key), dense(value)
     batch, heads, q_len, head_dim = query.shape
     kv_len, value_dim = value.shape[2:]
     out = value.new_empty((batch, heads, q_len, value_dim))
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
-    seen = torch.empty_like(lse)
+    seen = torch.empty_like(lse) if counted else None
     query_positions, key_positions = dense(query_positions), dense(key_positions)
-    edge = tile_edge(key, value)
+    tiling = prompt_tiling(key, value)
+    whole = key_positions[..., : kv_len // tiling.keys * tiling.keys]
+    lowest, latest = whole.unflatten(-1, (-1, tiling.keys)).aminmax(dim=-1)
     with torch.cuda.device_of(query):
-        attend_rows_kernel[(triton.cdiv(q_len, edge) * batch * heads,)](
+        attend_rows_kernel[(triton.cdiv(q_len, tiling.rows) * batch * heads,)](
             query,
             key,
             value,
             query_positions,
             key_positions,
+            lowest,
+            latest,
             query if sinks is None else sinks,
             out,
             lse,
-            seen,
+            lse if seen is None else seen,
             *query.stride()[:3],
             *key.stride()[:3],
             *value.stride()[:3],
             query_positions.stride(0),
             *key_positions.stride()[:2],
+            kv_len // tiling.keys,
             0 if sinks is None else sinks.stride(0),
             heads,
             heads // key.shape[1],
@@ -185,11 +218,15 @@ def attend_rows(
             DIM_WIDTH=width(head_dim),
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
-            ROWS=edge,
-            KEYS=edge,
+            ROWS=tiling.rows,
+            KEYS=tiling.keys,
             CAPPED=softcap is not None,
             WINDOWED=window is not None,
             IN_ORDER=in_order,
             SINKS=sinks is not None,
+            COUNTED=counted,
+            LOG2_E=LOG2_E,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
         )
     return out, lse, seen

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.tiles import dense, load_tile, logits_of, tile_edge, visible_tile, width
+from kvtool.kernels.tiles import (
+    LOG2_E,
+    dense,
+    load_tile,
+    logits_of,
+    tile_edge,
+    visible_tile,
+    width,
+)
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
 
@@ -57,6 +65,8 @@ def column_sums_kernel(
     COUNT: tl.constexpr,
     ABOVE_AVERAGE: tl.constexpr,
     LEAST: tl.constexpr,
+    ONE_KEY_HEAD: tl.constexpr,
+    LOG2_E: tl.constexpr,
 ):
     """Sum what a tile of keys receives from all queries that see it, the mean over a group."""
     tiles = tl.cdiv(kv_len, KEYS)
@@ -69,6 +79,11 @@ def column_sums_kernel(
     key_positions += batch * stored_batch + (own * group // stored_share).to(tl.int64) * stored_head
     stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
 
+    if ONE_KEY_HEAD:
+        shared = (own * group // key_share).to(tl.int64)
+        keys = load_tile(
+            key + batch * key_batch + shared * key_head, places, key_row, kv_len, DIM, DIM_WIDTH
+        )
     sums = tl.zeros((KEYS,), tl.float32)
     squares = tl.zeros((KEYS,), tl.float32)
     counted = tl.zeros((KEYS,), tl.float32)
@@ -93,17 +108,19 @@ def column_sums_kernel(
                 DIM,
                 DIM_WIDTH,
             )
-            keys = load_tile(
-                key + batch * key_batch + (head // key_share).to(tl.int64) * key_head,
-                places,
-                key_row,
-                kv_len,
-                DIM,
-                DIM_WIDTH,
-            )
+            if not ONE_KEY_HEAD:
+                keys = load_tile(
+                    key + batch * key_batch + (head // key_share).to(tl.int64) * key_head,
+                    places,
+                    key_row,
+                    kv_len,
+                    DIM,
+                    DIM_WIDTH,
+                )
             logits = logits_of(tile, keys, scale, softcap, CAPPED)
             norm = tl.load(lse + line, mask=inside, other=0.0)
-            mean += tl.exp(tl.where(visible, logits - norm[:, None], float("-inf")))
+            exponent = (logits - norm[:, None]) * LOG2_E
+            mean += tl.exp2(tl.where(visible, exponent, float("-inf")))
         mean = mean / group
         if ATTENTION_SUM:
             sums += tl.sum(mean, 0)
@@ -137,7 +154,7 @@ def column_sums(
     query_positions: Tensor,
     key_positions: Tensor,
     lse: Tensor,
-    seen: Tensor,
+    seen: Tensor | None,
     sums: dict[str, Tensor],
     *,
     scale: float,
@@ -148,7 +165,7 @@ def column_sums(
 
     Args:
         query, key, query_positions, key_positions: as `attend_rows` took them.
-        lse, seen: what it returned beside the output.
+        lse, seen: what it returned beside the output; the second for `above_average` alone.
         sums: some of `COLUMNS` by name, (batch, their heads, kv_len) float32, laid out alike; each
             of their heads takes the mean over an equal share of the query heads.
     """
@@ -166,7 +183,7 @@ def column_sums(
             query_positions,
             key_positions,
             lse,
-            seen,
+            lse if seen is None else seen,
             *(sums.get(name, lse) for name in COLUMNS),
             *query.stride()[:3],
             *key.stride()[:3],
@@ -190,4 +207,7 @@ def column_sums(
             WINDOWED=window is not None,
             **{name.upper(): name in sums for name in COLUMNS},
             LEAST=NEARLY_ONE,
+            ONE_KEY_HEAD=heads // key.shape[1] % (heads // sums_heads) == 0,
+            LOG2_E=LOG2_E,
+            num_stages=2,
         )

@@ -1,8 +1,52 @@
 """What the kernels share: how they read tiles of queries and keys, and which keys are visible."""
 
+import functools
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
+
+LOG2_E = 1.4426950408889634
+"""Turns exponents of e into exponents of 2, which GPUs compute."""
+
+_TALL = 160 * 1024  # bytes that a program needs for three tall tiles of halves
+_ROOM = 16384  # bytes of one tile of halves
+
+
+class Tiling(NamedTuple):
+    """How a kernel of prompts cuts its work.
+
+    Attributes:
+        rows, keys: queries and keys of a tile.
+        warps: that share a tile.
+        stages: tiles of keys that are read ahead, the one at work included.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of memory that the threads of a program can share; 0 where there is none."""
+    if device.type != "cuda":
+        return 0
+    return driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+
+
+def prompt_tiling(key: Tensor, value: Tensor) -> Tiling:
+    """Choose the tiles of a prompt's attention: tall ones where they fit, which are faster."""
+    widest = max(width(key.shape[-1]), width(value.shape[-1]))
+    halves = key.element_size() == 2
+    if halves and 64 * 2 * widest <= _ROOM and shared_memory(key.device) >= _TALL:
+        return Tiling(128, 64, 8, 3)
+    edge = tile_edge(key, value)
+    return Tiling(edge, edge, 4, 2)
 
 
 def width(dim: int) -> int:
@@ -20,7 +64,7 @@ def tile_edge(*operands: Tensor, rows: int = 0) -> int:
         rows: of the tile that they are multiplied with, where it may be tall.
     """
     size = operands[0].element_size()
-    room = 16384 if size == 2 else 8192  # bytes of one tile
+    room = _ROOM if size == 2 else _ROOM // 2
     widest = max(*(width(tensor.shape[-1]) for tensor in operands), 2 * rows)
     return min(64, max(16, room // (size * widest)))
 

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
+from kvtool.kernels import tiles
 from kvtool.kernels.attend_codes import attend_codes
 from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
@@ -28,6 +29,9 @@ from kvtool.kernels.page_scores import page_scores
 from kvtool.kernels.row_product import row_product
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
+
+SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
+"""KiB that a program may take, by capability."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -131,6 +135,7 @@ def main(arch: str, dtype: str, *cases: str) -> None:
         name = self.fn.__name__
         found[name] = max(found.get(name, 0), compiled.metadata.shared)
 
+    tiles.shared_memory = lambda device: SHARED[int(arch)] * 1024
     JITFunction.run = compile_only
     driver.set_active(NoDevice(int(arch)))
     for case in cases:

@@ -45,3 +45,13 @@ def test_rows_attend_as_in_plain_torch(size):
 def test_blocks_of_many_tiles():
     compare(Sizes(2, 2, 2, 6, 150, 130, 24, 40, torch.float32, True, None, 4.0, True, seed=3))
     compare(Sizes(1, 1, 1, 2, 70, 140, 16, 16, torch.bfloat16, False, 30, None, False, seed=4))
+
+
+def test_keys_are_counted_only_where_that_is_asked_for():
+    drawn = Drawn(
+        Sizes(1, 1, 1, 2, 20, 40, 16, 16, torch.float32, False, None, None, False, seed=5)
+    )
+    given = drawn.query, drawn.key, drawn.value, drawn.new, drawn.stored
+    counted, plain = (attend_rows(*given, scale=0.25, counted=each) for each in (True, False))
+    assert plain[2] is None
+    assert all(torch.equal(one, other) for one, other in zip(counted[:2], plain[:2], strict=True))

@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB that a program may take, by capability
+from tests.kernels.compiling import SHARED
+
 CASES = ("usual", "ones", "plain", "mla", "narrow", "96", "wide")
 
 

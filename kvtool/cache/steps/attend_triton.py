@@ -103,6 +103,7 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         scale=scale,
         window=window,
         softcap=softcap,
+        counted=observed and "above_average" in layer.policy.columns,
     )
     if not observed:
         return out

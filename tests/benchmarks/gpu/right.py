@@ -181,10 +181,10 @@ def same_as_cpu(settings: Settings, policy: str, mode: str) -> Record:
         Skip: the policy cannot have this budget.
         Wrong: other tokens, other kept positions, or memory that is not given back.
     """
-    codec = kvtool.parse_policy(policy).codec
-    head_dim = 16 if codec is None else GROUP  # 4 bits share scales among as many channels
-    here, there = model_on("cpu", head_dim=head_dim), device_model(settings, head_dim=head_dim)
     try:
+        codec = kvtool.parse_policy(policy).codec
+        head_dim = 16 if codec is None else GROUP  # 4 bits share scales among as many channels
+        here, there = model_on("cpu", head_dim=head_dim), device_model(settings, head_dim=head_dim)
         build(here, policy, mode)
     except UsageError as error:
         raise Skip(str(error)) from None

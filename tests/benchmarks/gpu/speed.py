@@ -141,7 +141,8 @@ def _lengths(settings: Settings) -> tuple[int, ...]:
 
 def _prompts(settings: Settings, n: int) -> Iterator[Case]:
     yield Case(f"prompt {n} full", partial(prompt, settings, n, None, "full"))
-    for policy, mode in product(("snapkv", "h2o"), ("block", "full")):
+    blocks = "block" if settings.tiny else "block:2048"  # of 128 tokens, launching takes longer
+    for policy, mode in product(("snapkv", "h2o"), (blocks, "full")):
         key = f"prompt {n} {policy} {mode}"
         yield Case(key, partial(prompt, settings, n, policy_for(policy, settings), mode))
 
