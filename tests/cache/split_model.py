@@ -16,6 +16,7 @@ from kvtool.generation.feeding import decode_step, prefill
 from kvtool.models.load import load
 from kvtool.policies.table import BASES, MODIFIERS
 from kvtool.processes import joined
+from tests.cache.test_planned_heads import planned
 from tests.models_for_tests import any_cache, random_ids
 
 BUDGET, PROMPT, NEW = 24, 61, 16
@@ -57,6 +58,8 @@ def cases(model) -> dict[str, dict]:
     found["tova padded"] = one(model, cache, padded=True)
     cache = kvtool.build_cache(model, "adakv(window=4)", BUDGET)
     found["adakv padded"] = one(model, cache, padded=True)
+    plan = planned(model, [[11, 29], [33, 7]], context=PROMPT)
+    found["h2o planned"] = one(model, kvtool.build_cache(model, "h2o", plan=plan), padded=True)
     found["h2o bytes"] = one(model, kvtool.build_cache(model, "h2o", "32KiB"))
     return found
 
