@@ -127,6 +127,7 @@ class Target(Section):
         return self.context - self.max_new_tokens
 
 
+_Heads = Annotated[list[TokenCount], Field(min_length=1)]
 _PER_HEAD_OF_LAYER = Unit("a list per layer, a number per KV head")
 
 
@@ -153,7 +154,7 @@ class LayerPlan(Section):
     min_tokens: TokenCount = 1
     tokens: Annotated[list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]], PER_HEAD]
     fractions: Annotated[list[Share | None] | None, Unit("of the prompt, per layer")] = None
-    heads: Annotated[list[list[TokenCount] | None] | None, _PER_HEAD_OF_LAYER] = None
+    heads: Annotated[list[_Heads | None] | None, _PER_HEAD_OF_LAYER] = None
 
     @model_serializer(mode="wrap")
     def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
