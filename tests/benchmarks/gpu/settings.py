@@ -7,6 +7,8 @@ from pathlib import Path
 
 import torch
 
+PARTS = ("kernels", "right", "memory", "speed", "waits", "model")
+
 
 @dataclass(frozen=True)
 class Settings:
