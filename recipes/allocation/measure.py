@@ -6,6 +6,7 @@ Writes results/MODEL.json beside this file: of every question (known, later), ta
 budget whether each code was found (0 or 1), in the order of the samples. Plans that a profile gave
 are in `plans`. `kvtool eval` takes one plan a run; here all allocators read a prompt together, so
 that a text is read once. Samples come in random order, so a run that is broken off is balanced.
+The same command goes on after the texts that the file holds; of another version it begins anew.
 """
 
 import json
@@ -93,8 +94,8 @@ def variants(name: str, setup: Setup) -> dict[str, Variant]:
     return {"full": Variant(parse_policy("full"), None), **found}
 
 
-def scores(name: str, most: int) -> Iterator[tuple[str, str, str, float]]:
-    """Yield question, task, variant, and whether the code was found."""
+def scores(name: str, first: int, most: int) -> Iterator[tuple[str, str, str, float]]:
+    """Yield question, task, variant, and whether the code was found, of all texts but the first."""
     setup = SETUPS[name]
     source = ModelSource.of(setup.model, dtype=setup.dtype)
     asked = variants(name, setup)
@@ -102,8 +103,8 @@ def scores(name: str, most: int) -> Iterator[tuple[str, str, str, float]]:
         counter = token_counter(loaded.tokenizer, None)
         tasks = [task_class(each)(name=each, **own) for each, own in setup.tasks.items()]
         drawn = [list(task.draw(counter)) for task in tasks]
-        order = Random(0).sample(range(len(drawn[0])), most)
-        for done, place in enumerate(order):
+        order = Random(0).sample(range(len(drawn[0])), len(drawn[0]))[:most]
+        for done, place in enumerate(order[first:], first):
             for task, samples in zip(tasks, drawn, strict=True):
                 for question in ("later", "known"):
                     protocol = Protocol(
@@ -137,15 +138,30 @@ def main() -> None:
     name, *more = sys.argv[1:]
     setup = SETUPS[name]
     most = int(more[0]) if more else 200
-    results: dict[str, dict[str, dict[str, list[float]]]] = {}
     out, last = HERE / "results" / f"{name}.json", list(variants(name, setup))[-1]
-    for question, task, variant, found in scores(name, most):
-        cells = results.setdefault(question, {}).setdefault(task, {})
-        cells.setdefault(variant, []).append(round(found, 4))
+    results = known(out)
+    cells = [each for tasks in results.values() for each in tasks.values()]
+    whole = len(cells) == 2 * len(setup.tasks)  # both questions of every task
+    first = min(len(each.get(last, [])) for each in cells) if whole else 0
+    for each in cells:
+        for variant in each:
+            del each[variant][first:]
+    for question, task, variant, found in scores(name, first, most):
+        cell = results.setdefault(question, {}).setdefault(task, {})
+        cell.setdefault(variant, []).append(round(found, 4))
         if variant == last:
             lines = json.dumps({"environment": environment(), "results": results})
             out.write_text(lines.replace("]}", "]}\n").replace("], ", "],\n") + "\n")
     sys.stderr.write(f"wrote {out}\n")
+
+
+def known(path: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return what a run of this version has found, if one was broken off."""
+    if not path.exists():
+        return {}
+    run = json.loads(path.read_text())
+    same = {**run["environment"], "date": None} == {**environment(), "date": None}
+    return run["results"] if same else {}
 
 
 def environment() -> dict[str, str]:
