@@ -59,6 +59,7 @@ def generate(
         prompt: None for none, where there are `turns` or a `cache`, else for a built-in one.
         policy, budget: as for `kvtool.build_cache`; without a policy everything is kept.
         plan: a plan or a recipe as a document, its data or its file.
+        prompt_file: a file that comes before `prompt` in the same message.
         cache: to go on from, a file or what `kvtool.compress` has returned; inside
             `with cache.rollback():` it stays as it is, for further questions.
         turns: of a conversation, their file or a list of what such a file holds.

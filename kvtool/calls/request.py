@@ -277,15 +277,18 @@ def check_stdin(settings: CachedSettings) -> None:
 
 
 def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:
-    """Return the prompt given, if one is, and where it came from."""
-    if settings.prompt is not None and settings.prompt_file is not None:
-        raise UsageError("--prompt and --prompt-file exclude each other; keep one")
+    """Return the prompt given, if one is, and where it came from.
+
+    A file and a text are one prompt: the file first, and a blank line between them.
+    """
+    parts, names = [], []
     if settings.prompt_file is not None:
-        name = "stdin" if settings.prompt_file == "-" else settings.prompt_file
-        return read_prompt(settings.prompt_file), name
+        names.append("stdin" if settings.prompt_file == "-" else settings.prompt_file)
+        parts.append(read_prompt(settings.prompt_file))
     if settings.prompt is not None:
-        return check_prompt(settings.prompt, "--prompt"), "--prompt"
-    return None, "none"
+        names.append("--prompt")
+        parts.append(check_prompt(settings.prompt, "--prompt"))
+    return "\n\n".join(parts) if parts else None, " and ".join(names) or "none"
 
 
 def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:

@@ -74,7 +74,14 @@ class CachedSettings(RecipeSettings):
 class PromptSettings(CachedSettings):
     """A prompt, and the policy and budget of the cache it fills."""
 
-    prompt: Annotated[str | None, Flag("--prompt", metavar="TEXT", help="The prompt.")] = None
+    prompt: Annotated[
+        str | None,
+        Flag(
+            "--prompt",
+            metavar="TEXT",
+            help="The prompt; with --prompt-file a question about the file.",
+        ),
+    ] = None
     prompt_file: Annotated[
         str | None,
         Flag("--prompt-file", metavar="FILE|-", help="Read the prompt from a UTF-8 file, - stdin."),
@@ -397,6 +404,12 @@ class GenerationSettings(PromptSettings):
                 raise UsageError(f"cache file `{self.cache}` does not exist")
         if self.prompts is not None:
             self._check_prompts()
+        elif None not in (self.turns, self.prompt, self.prompt_file):
+            raise UsageError(
+                "--prompt, --prompt-file and --turns do not go together: the first turn goes on "
+                "with the prompt",
+                hint="put the question into the first line of --turns",
+            )
 
     def _check_prompts(self) -> None:
         names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")

@@ -44,6 +44,14 @@ def test_without_a_prompt_it_is_the_built_in_one(command):
     assert timeless(kvtool.generate()) == timeless(command("generate"))
 
 
+def test_a_file_comes_before_its_question(command):
+    Path("book.txt").write_text(f"{TEXT}\n")
+    document = kvtool.generate(None, QUESTION, prompt_file="book.txt", **SHORT)
+    flags = ["--prompt", QUESTION, "--prompt-file", "book.txt"]
+    assert timeless(document) == timeless(command("generate", *flags, *N))
+    assert timeless(document) == timeless(kvtool.generate(None, f"{TEXT}\n\n{QUESTION}", **SHORT))
+
+
 def test_a_plan_and_a_recipe_say_what_no_argument_says(command):
     plan = kvtool.plan(None, tokens=40, context=256, allocator="pyramid")
     Path("plan.json").write_text(plan.to_json())

@@ -18,7 +18,7 @@ BOTH = [
     ({"model": "./none"}, "model folder `./none` does not exist"),
     ({"prompt": 5}, "prompt must be text, got `5`"),
     ({"prompt": " "}, "--prompt is empty"),
-    ({"prompt": "a", "prompt_file": "b"}, "exclude each other"),
+    ({"prompt": "a", "prompt_file": "b"}, "prompt file `b` does not exist"),
     ({"plan": 5}, "a plan or recipe is a document, its data or its file, got int"),
     ({"chat_template": "maybe"}, "chat_template must be one of auto, on, off, got `'maybe'`"),
     ({"seed": -1}, "seed must be a whole number from 0, got `-1`"),
@@ -32,6 +32,7 @@ GENERATE = [
     ({"cache": "none.safetensors"}, "cache file `none.safetensors` does not exist"),
     ({"turns": 5}, "turns must be a file or a list, got `5`"),
     ({"turns": []}, "turns hold no turn"),
+    ({"turns": ["a"], "prompt": "b", "prompt_file": "c"}, "do not go together"),
     ({"turns": [5]}, "turns: a turn is text, got `5`"),
     ({"turns": [{"user": "a", "assistant": "b"}]}, "unknown key `assistant`"),
     ({"temperature": "hot"}, "temperature must be a number, got `'hot'`"),
@@ -51,7 +52,7 @@ def no_weights(monkeypatch):
 @pytest.mark.parametrize(("settings", "message"), BOTH + GENERATE, ids=str)
 def test_generate(settings, message):
     given = {"prompt": "The lamp"} | settings
-    if {"cache", "turns"} & settings.keys():
+    if {"cache", "turns"} & settings.keys() and "prompt" not in settings:
         del given["prompt"]
     with pytest.raises(kvtool.UsageError, match=message) as error:
         kvtool.generate(**given)

@@ -74,6 +74,28 @@ def test_a_prompt_is_a_message_of_the_user(kvtool, chat, tmp_path, system, from_
     assert "chat template: the model's" in said
 
 
+@pytest.mark.parametrize("template", ["auto", "off"])
+@pytest.mark.parametrize("stdin", [False, True])
+def test_a_file_and_a_question_are_one_message(kvtool, chat, tmp_path, template, stdin):
+    (tmp_path / "book.txt").write_text(f"{BOOK}\n")
+    file = ["--prompt-file", "-" if stdin else "book.txt", "--chat-template", template]
+    document, _ = generate(kvtool, "--prompt", ASKED, *file, stdin=f"{BOOK}\n".encode())
+    text, _ = saved(chat)
+    asked = f"{BOOK}\n\n{ASKED}"
+    fed = render(chat, ("user", asked)) if template == "auto" else f"<bos>{asked}"
+    assert text == fed + told(chat, document)
+
+
+def test_a_file_and_a_question_are_compressed_and_go_on_together(kvtool, chat, tmp_path):
+    (tmp_path / "book.txt").write_text(BOOK)
+    both = ["--prompt-file", "book.txt", "--prompt", ASKED]
+    run(kvtool, "compress", "-p", "full", "--save", "a.st", *both)
+    document, _ = generate(kvtool, "--cache", "a.st", *both, save="b.st")
+    text, _ = saved(chat, "b.st")
+    asked = f"{BOOK}\n\n{ASKED}"
+    assert text == render(chat, ("user", f"{asked}\n{asked}")) + told(chat, document)
+
+
 def test_without_the_template_a_prompt_goes_in_as_it_stands(kvtool, chat):
     document, said = generate(kvtool, "--prompt", BOOK, "--chat-template", "off")
     text, record = saved(chat)

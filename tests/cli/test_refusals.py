@@ -46,7 +46,30 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "empty prompt": (["--prompt", ""], 2, "--prompt is empty", "one word"),
     "missing file": (["--prompt-file", "gone.txt"], 2, "`gone.txt` does not exist", None),
     "not UTF-8": (["--prompt-file", "latin1.txt"], 2, "not UTF-8: byte 0xe9 at offset 3", "iconv"),
-    "two prompts": (["--prompt", "a", "--prompt-file", "b"], 2, "exclude each other", None),
+    "file and an empty question": (
+        ["--prompt-file", "utf8.txt", "--prompt", " "],
+        2,
+        "--prompt is empty",
+        "one word",
+    ),
+    "empty file and a question": (
+        ["--prompt-file", "empty.txt", "--prompt", "a"],
+        2,
+        "prompt file `empty.txt` is empty",
+        "one word",
+    ),
+    "a question about latin-1": (
+        ["--prompt-file", "latin1.txt", "--prompt", "a"],
+        2,
+        "not UTF-8: byte 0xe9 at offset 3",
+        "iconv",
+    ),
+    "two prompts and turns": (
+        ["--prompt-file", "utf8.txt", "--prompt", "a", "--turns", "turns.txt"],
+        2,
+        "--prompt, --prompt-file and --turns do not go together",
+        "first line of --turns",
+    ),
     "unknown prefill": (["--prefill", "blocks"], 2, "block or block:M, got `blocks`", "`block`"),
     "empty block": (["--prefill", "block:0"], 2, "a block is 1 token or more, got 0", None),
     "no tokens": (["-n", "0"], 2, "--max-new-tokens must be 1 or more, got 0", None),
@@ -122,6 +145,8 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
 def mistakes(tmp_path):
     """Files and folders that are wrong in their own ways."""
     (tmp_path / "latin1.txt").write_bytes("caf\xe9".encode("latin1"))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "utf8.txt").write_text("caf\xe9", encoding="utf-8")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
     narrow = shutil.copytree(reference.path(), tmp_path / "narrow") / "config.json"
