@@ -1,0 +1,64 @@
+"""The sentences of the pages are short: at most 20 words on average, none above 40.
+
+Code blocks, tables, headlines, HTML and lines that are only links do not count. A span of code is
+one word, a link is the words that it shows, and each item of a list begins a sentence.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "kvtool").rglob("README.md"))]
+MOST, MEAN = 40, 20
+CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
+LEFT_OUT = re.compile(r"^ *(?:\||#|</?[a-z]|<!--).*$", re.MULTILINE)  # tables, headlines, HTML
+ITEM = re.compile(r"^ *(?:[-*]|\d+\.) +", re.MULTILINE)
+LINK = re.compile(r"!?\[((?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)")
+SPAN = re.compile(r"`[^`]*`")
+END = re.compile(r"(?<=[.!?])(?<!\.\.)(?:\*\*|\)|\")* +")
+WORD = re.compile(r"\w[\w'’/.,%*+-]*")
+
+
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a page, with `CODE` in place of each span of code."""
+    text = LEFT_OUT.sub("\n", CODE.sub("\n\n", text))
+    text = ITEM.sub("\n\n", SPAN.sub("CODE", text))
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        if WORD.search(LINK.sub(" ", paragraph)):
+            found += END.split(" ".join(LINK.sub(r"\1", paragraph).split()))
+    return [sentence for sentence in found if WORD.search(sentence)]
+
+
+def words(sentence: str) -> int:
+    """Return the number of words of a sentence."""
+    return len(WORD.findall(sentence))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_sentences_of_a_page_are_short(page):
+    found = sentences(page.read_text(encoding="utf-8"))
+    assert [sentence for sentence in found if words(sentence) > MOST] == []
+    assert sum(map(words, found)) / len(found) <= MEAN
+
+
+def test_sentences_and_words_are_counted():
+    text = (
+        "# A headline of five words\n\n"
+        "The [first page](README.md) takes `-b 512 -p h2o` and 4K, see the\nnext line. kvtool does\n"
+        "not stop (at 2.5 or at ..) here.)\n\n"
+        "[Links](a.md) · [alone](b.md)\n\n"
+        "| a | table |\n\n```bash\nkvtool generate\n```\n"
+        "- An item:\n- another; of **bold** words.\n"
+    )
+    assert sentences(text) == [
+        "The first page takes CODE and 4K, see the next line.",
+        "kvtool does not stop (at 2.5 or at ..) here.",
+        "An item:",
+        "another; of **bold** words.",
+    ]
+    assert [words(sentence) for sentence in sentences(text)] == [11, 9, 2, 4]
