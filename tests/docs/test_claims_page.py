@@ -91,3 +91,20 @@ def test_no_page_is_written_of_what_holds_no_results(text, said, tmp_path, monke
     with pytest.raises(SystemExit, match=said):
         PAGE.main()
     assert (FOLDER / "README.md").read_text() == before
+
+
+def test_the_codes_of_the_evaluation_page_are_those_of_the_claims():
+    found = {}
+    for name in ("calidrop", "caote"):
+        document = json.loads((FOLDER / "results" / f"{name}.json").read_text())
+        found |= {(each["arm"], each["task"]): each["value"] for each in document["results"]}
+    page = (FOLDER.parents[1] / "kvtool" / "evaluation" / "README.md").read_text("utf-8")
+    table = page.split("## Results")[1].split("\n## ")[0].split("| fidelity 64 / 128 / 256 |")[1]
+    rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == 7
+    for policy, niah, multikey, _ in ([cell.strip(" `") for cell in row] for row in rows):
+        for task, scale, printed in (("niah", 100, niah), ("ruler/niah_multikey_1", 1, multikey)):
+            at = ["full"] if policy == "full" else [f"{policy}@{each}" for each in (64, 128, 256)]
+            scores = [found.get((arm, task)) for arm in at]
+            shown = ["–" if score is None else f"{scale * score:.0f}" for score in scores]
+            assert printed == " / ".join(shown), (policy, task)

@@ -49,8 +49,8 @@ def test_the_sentences_of_a_page_are_short(page):
 def test_sentences_and_words_are_counted():
     text = (
         "# A headline of five words\n\n"
-        "The [first page](README.md) takes `-b 512 -p h2o` and 4K, see the\nnext line. kvtool does\n"
-        "not stop (at 2.5 or at ..) here.)\n\n"
+        "The [first page](README.md) takes `-b 512 -p h2o` and 4K, see the\nnext line. kvtool "
+        "does\nnot stop (at 2.5 or at ..) here.\n\n"
         "[Links](a.md) · [alone](b.md)\n\n"
         "| a | table |\n\n```bash\nkvtool generate\n```\n"
         "- An item:\n- another; of **bold** words.\n"
