@@ -20,6 +20,15 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 520, 44, 276  # edges of the panel, in pixels
 SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # ticks of the x axis
 NAMES = {"reference": "the bundled model"}  # what the title calls a model
 LEAST, MOST = 0.05, 1.12  # ends of the x axis, as shares of the full cache
+SHAPES = (  # a marker for each policy, around 0 0
+    "M-4 -4h8v8h-8z",
+    "M0 -5.5L5 4H-5z",
+    "M0 -5.5L5 0L0 5.5L-5 0z",
+    "M0 5.5L5 -4H-5z",
+    "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0 -9 0z",
+    "M-1.8 -5h3.6v3.2h3.2v3.6h-3.2v3.2h-3.6v-3.2h-3.2v-3.6h3.2z",
+    "M-5 -1.5L0 -5.5L5 -1.5L3 4.5H-3z",
+)
 FONT = "-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
@@ -51,11 +60,15 @@ THEMES = {
 
 @dataclass(frozen=True)
 class Point:
-    """A policy at one budget: its share of the full cache's bytes, its score, and the spread."""
+    """A policy at one budget: its share of the full cache's bytes, its score and 95 % interval.
+
+    The interval is that of the paired difference to the full cache, set upon the score of it.
+    """
 
     share: float
     score: float
-    stderr: float
+    low: float
+    high: float
 
 
 def read_points(results: dict) -> dict[str, list[Point]]:
@@ -66,7 +79,9 @@ def read_points(results: dict) -> dict[str, list[Point]]:
         if result["arm"] in policies:
             cost = result["cost"]
             held = (cost["kv_bytes"] + cost["state_bytes"]) / cost["full_bytes"]
-            point = Point(held, result["value"], result["stderr"] or 0.0)
+            pair = result["paired"]
+            ends = [min(1.0, max(0.0, pair["full"] + pair[end])) for end in ("low", "high")]
+            point = Point(held, result["value"], *ends)
             points.setdefault(policies[result["arm"]], []).append(point)
     return {name: sorted(found, key=lambda point: point.share) for name, found in points.items()}
 
@@ -90,9 +105,11 @@ def draw(results: dict, theme: Theme) -> str:
         *_full_line(full["value"], theme),
     ]
     for rank, (name, found) in enumerate(points.items()):
-        parts += _line(found, theme.lines[rank])
-        parts += _key(len(points) - 1 - rank, name, theme.lines[rank], theme)
-    notes = (f"{full['n']} texts a point", "whiskers: one standard error")
+        parts += _line(found, theme.lines[rank], SHAPES[rank])
+        parts += _key(len(points) - 1 - rank, name, theme.lines[rank], SHAPES[rank], theme)
+    notes = [f"{full['n']} texts a point", "whiskers: 95 % intervals"]
+    if any("calidrop" in name for name in points):
+        notes += ["calidrop: evicted tokens are in", "host memory, which is not counted"]
     for above, note in enumerate(reversed(notes)):
         parts.append(_text(RIGHT + 28, BOTTOM - 16 * above, note, theme.quiet, size=11))
     return "\n".join([*parts, "</svg>", ""])
@@ -149,22 +166,26 @@ def _full_line(score: float, theme: Theme) -> list[str]:
     ]
 
 
-def _line(points: list[Point], colour: str) -> list[str]:
+def _marker(x: float, y: float, colour: str, shape: str) -> str:
+    return f'<path transform="translate({x:.1f} {y:.1f})" d="{shape}" fill="{colour}"/>'
+
+
+def _line(points: list[Point], colour: str, shape: str) -> list[str]:
     path = "L".join(f"{_x(point.share):.1f} {_y(point.score):.1f}" for point in points)
     parts = [f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
     for point in points:
         x = _x(point.share)
-        low, high = (_y(min(1.0, max(0.0, point.score + side * point.stderr))) for side in (-1, 1))
+        low, high = _y(point.low), _y(point.high)
         parts.append(f'<path d="M{x:.1f} {low:.1f}V{high:.1f}" stroke="{colour}"/>')
-        parts.append(f'<circle cx="{x:.1f}" cy="{_y(point.score):.1f}" r="4" fill="{colour}"/>')
+        parts.append(_marker(x, _y(point.score), colour, shape))
     return parts
 
 
-def _key(row: int, name: str, colour: str, theme: Theme) -> list[str]:
+def _key(row: int, name: str, colour: str, shape: str, theme: Theme) -> list[str]:
     x, y = RIGHT + 28, TOP + 14 + 26 * row
     return [
         f'<path d="M{x} {y - 4}h22" stroke="{colour}" stroke-width="2"/>',
-        f'<circle cx="{x + 11}" cy="{y - 4}" r="4" fill="{colour}"/>',
+        _marker(x + 11, y - 4, colour, shape),
         _text(x + 32, y, name, theme.text),
     ]
 

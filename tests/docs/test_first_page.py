@@ -63,13 +63,20 @@ def test_a_point_stands_where_its_score_and_bytes_are(drawing):
         assert point.score == result["value"]
         assert point.share == (cost["kv_bytes"] + cost["state_bytes"]) / cost["full_bytes"]
     picture = drawing.draw(RESULTS, drawing.THEMES["light"])
-    found = re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', picture)
-    circles = [(float(x), float(y)) for x, y in found]
-    assert (503.4, 44.0) in circles  # 64 + 0.9635 * 456; a score of 1
+    assert '<circle cx="503.4" cy="44.0"' in picture  # 64 + 0.9635 * 456; a score of 1
     x = 64 + 456 * math.log(points[0].share / 0.05) / math.log(22.4)
-    assert any(
-        spot == pytest.approx((x, 276 - 232 * points[0].score), abs=0.06) for spot in circles
-    )
+    found = re.findall(r'translate\(([\d.]+) ([\d.]+)\)" d="([^"]+)"', picture)
+    places = [(float(x), float(y)) for x, y, _ in found]
+    assert any(spot == pytest.approx((x, 276 - 232 * points[0].score), abs=0.06) for spot in places)
+    assert len({shape for _, _, shape in found}) == 5  # a marker for each policy
+
+
+def test_whiskers_are_95_percent_intervals(drawing):
+    """As in reports: that of the paired difference, upon the full cache's score of 1."""
+    first = drawing.read_points(RESULTS)["h2o"][0]
+    pair = next(each for each in RESULTS["results"] if each["arm"] == "h2o@64")["paired"]
+    assert (first.low, first.high) == (1 + pair["low"], 1 + pair["high"])
+    assert first.low < first.score < first.high
 
 
 def test_the_first_page_tells_these_results():
