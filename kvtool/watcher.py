@@ -34,9 +34,12 @@ class Watcher:
         if text is not None:
             self.note(text)
 
-    def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
-        """Return a context with what is called after each of `total` steps, with what it was."""
-        return nullcontext(lambda text: None)
+    def progress(self, total: int) -> AbstractContextManager[Callable[..., None]]:
+        """Return a context with what is called after each of `total` steps, with what it was.
+
+        A second value says how many steps were done.
+        """
+        return nullcontext(lambda text, steps=1: None)
 
     def show_kept(self, texts: Sequence[Any]) -> None:
         """Take kept texts (`kvtool.report.kept.text`) that are to be read on a terminal."""

@@ -121,6 +121,7 @@ class CompressionRun:
     def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:
         from kvtool.calls.conversation import begin
         from kvtool.generation import compress as compress_prompt
+        from kvtool.generation.reading import reading
 
         model, request = loaded.model, self.request
         talk = begin(self.settings, loaded, cache, self.settings.system, watcher)
@@ -131,9 +132,10 @@ class CompressionRun:
         request.check_length(prompt_ids.shape[1], watcher)
         note_text(cache, model.config, prompt_ids.shape[1], 0, watcher)
         cache.expect_length(prompt_ids.shape[1] + self.settings.new_tokens)
-        if talk is None:
-            return compress_prompt(model, cache, prompt_ids, tokenizer=loaded.tokenizer)
-        return talk.read(self.prompt)
+        with reading(model, prompt_ids.shape[1], watcher):
+            if talk is None:
+                return compress_prompt(model, cache, prompt_ids, tokenizer=loaded.tokenizer)
+            return talk.read(self.prompt)
 
     def run(self, watcher: Watcher) -> CompressionDocument:
         """Read the prompt, and return what there is to say of it."""

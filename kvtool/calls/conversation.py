@@ -25,6 +25,7 @@ from kvtool.documents.turns import Turns, UserTurn
 from kvtool.generation import Compressed, Conversation, Generation, generate
 from kvtool.generation.compiled import CompileReport
 from kvtool.generation.fidelity import join_fidelities
+from kvtool.generation.reading import reading
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
 from kvtool.planning.held import beyond_plan, use_plan
@@ -221,12 +222,13 @@ def answer(
     note_text(cache, loaded.model.config, tokens, settings.new_tokens, watcher)
     planned = plan_in_use(request, loaded, tokens, settings.new_tokens, watcher)
     drawing = settings.drawing() | listener.hears()
-    if talk is None:
-        result = generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
-    elif request.prompt is None:
-        result = talk.answer(**drawing)
-    else:
-        result = talk.say(request.turn, **drawing)
+    with reading(loaded.model, tokens, watcher):
+        if talk is None:
+            result = generate(loaded.model, loaded.tokenizer, cache, prompt_ids, **drawing)
+        elif request.prompt is None:
+            result = talk.answer(**drawing)
+        else:
+            result = talk.say(request.turn, **drawing)
     listener.on_answer(result.text[0])
     return document_of(request, loaded, result, planned)
 
@@ -247,8 +249,10 @@ def converse(
         _note_template(watcher)
         talk.foresee(turns.turns, request.prompt)
     _expect(talk, turns, request.prompt, settings.new_tokens)
-    read = [] if request.prompt is None else [talk.read(request.prompt)]
-    answers, noted = [], False
+    read, answers, noted = [], [], False
+    if request.prompt is not None:
+        with reading(loaded.model, talk.context_ids(request.prompt).shape[1], watcher):
+            read.append(talk.read(request.prompt))
     for i, turn in enumerate(turns.turns):
         watcher.note(f"turn {i + 1}: {_shorten(turn.text or turn.answer or '')}")
         tokens, config = talk.turn_ids(turn).shape[1], loaded.model.config
@@ -256,7 +260,8 @@ def converse(
         if turn.answer is not None:
             read.append(talk.hear(turn))
             continue
-        answer = talk.say(turn, **settings.drawing(i), **listener.hears())
+        with reading(loaded.model, tokens, watcher):
+            answer = talk.say(turn, **settings.drawing(i), **listener.hears())
         answers.append((turn, answer))
         listener.on_answer(answer.text[0])
         if listener.has_enough:

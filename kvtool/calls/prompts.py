@@ -271,7 +271,7 @@ class PromptsRun:
                 for each in waiting
             }
             drawing = Drawing(settings.temperature or 0.0, settings.seed or 0, settings.stop)
-            for found in serve(
+            answers = serve(
                 model,
                 tokenizer,
                 lambda: self.request.new_cache(model),
@@ -281,16 +281,19 @@ class PromptsRun:
                 drawing=drawing,
                 served=served,
                 stop_when=stop_when,
-            ):
-                yield AnswerLine(
-                    index=found.index,
-                    id=self.prompts[found.index].id,
-                    text=tokenizer.decode(found.token_ids, skip_special_tokens=True),
-                    token_ids=found.token_ids,
-                    prompt_tokens=found.prompt_tokens,
-                    new_tokens=len(found.token_ids),
-                    fingerprint=fingerprints[found.index],
-                )
+            )
+            with watcher.progress(len(waiting)) as advance:
+                for found in answers:
+                    advance("prompts answered")
+                    yield AnswerLine(
+                        index=found.index,
+                        id=self.prompts[found.index].id,
+                        text=tokenizer.decode(found.token_ids, skip_special_tokens=True),
+                        token_ids=found.token_ids,
+                        prompt_tokens=found.prompt_tokens,
+                        new_tokens=len(found.token_ids),
+                        fingerprint=fingerprints[found.index],
+                    )
 
 
 def prepare_prompts(settings: GenerationSettings, watcher: Watcher) -> PromptsRun:

@@ -20,6 +20,8 @@ def compress(options: CompressionSettings, terminal: Terminal) -> None:
     options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.compress import prepare_compression
 
     watcher = TerminalWatcher(terminal)

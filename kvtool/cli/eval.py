@@ -216,8 +216,8 @@ def evaluate(options: EvalSettings, terminal: Terminal) -> None:
     if options.dry_run:
         _describe(comparison, options, watcher, terminal)
         return
-    prepared = _prepare(comparison, options, watcher)
-    exit_with(_run(prepared, options, watcher))
+    terminal.loading(comparison.recipe.model.id)
+    exit_with(_run(_prepare(comparison, options, watcher), options, watcher))
 
 
 def _describe(

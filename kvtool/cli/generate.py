@@ -83,9 +83,12 @@ def answer_many(options: GenerationSettings, terminal: Terminal) -> None:
         raise UsageError("--prompts and --stream exclude each other: answers come in whole")
     if listed_policies(options.policy):
         raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.prompts import prepare_prompts
 
-    watcher = TerminalWatcher(terminal)
+    on_screen = options.output_path is None and terminal.interactive  # where no bar may be between
+    watcher = TerminalWatcher(replace(terminal, progress=terminal.progress and not on_screen))
     run = prepare_prompts(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
@@ -162,6 +165,8 @@ def set_side_by_side(
             "policies give several",
             hint="run one policy at a time",
         )
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.side_by_side import prepare_side_by_side
 
     watcher = TerminalWatcher(terminal)
@@ -217,6 +222,8 @@ def _with_memory(options: GenerationSettings) -> GenerationSettings:
 
 
 def _answer(options: GenerationSettings, terminal: Terminal) -> None:
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.generate import prepare_generation
 
     watcher = TerminalWatcher(terminal)

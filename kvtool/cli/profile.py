@@ -33,6 +33,7 @@ def profile(options: ProfileSettings, terminal: Terminal) -> None:
         write_configuration(_configuration(options, request), options, terminal)
         return
     check_transformers()
+    terminal.loading(options.model)
     from kvtool.evaluation.profile import run_profile
 
     source, watcher = options.source(), TerminalWatcher(terminal)

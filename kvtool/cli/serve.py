@@ -10,6 +10,8 @@ from kvtool.cli.terminal import Terminal, TerminalWatcher
 def serve(options: ServeSettings, terminal: Terminal) -> None:
     """Serve a model under a KV-cache budget to OpenAI clients, until Ctrl-C."""
     options.check_output()
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.serve import prepare_serve
 
     watcher = TerminalWatcher(terminal)

@@ -75,6 +75,11 @@ class Terminal:
         if not self.quiet:
             tell(f"{text}\n")
 
+    def loading(self, model: str | None) -> None:
+        """Say on a terminal that a model is being loaded, since imports take seconds."""
+        if sys.stderr.isatty():
+            self.note(f"loading {model or 'the model'} ..")
+
     def note_any(self, text: str | None) -> None:
         """Show the person at the terminal a text, if there is one."""
         if text is not None:
@@ -200,13 +205,13 @@ def print_kept(texts: Sequence[KeptText]) -> None:
 
 
 @contextlib.contextmanager
-def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the time left; call what is given once for every step, with what it was.
+def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[..., None]]:
+    """Show a bar with the time left; call what is given with what was done, and in how many steps.
 
     Nothing is shown where nothing is left to do.
     """
     if not terminal.progress or total == 0:
-        yield lambda text: None
+        yield lambda text, steps=1: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -225,7 +230,7 @@ def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[[str], No
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=total)
-        yield lambda text: progress.update(task, advance=1, description=visible(text))
+        yield lambda text, steps=1: progress.update(task, advance=steps, description=visible(text))
 
 
 class TerminalWatcher(Watcher):
@@ -248,7 +253,7 @@ class TerminalWatcher(Watcher):
         """Print kept texts."""
         print_kept(texts)
 
-    def progress(self, total: int) -> AbstractContextManager[Callable[[str], None]]:
+    def progress(self, total: int) -> AbstractContextManager[Callable[..., None]]:
         """Show a bar with the time left."""
         return show_progress(self.terminal, total)
 

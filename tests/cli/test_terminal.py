@@ -99,3 +99,33 @@ def test_messages(kvtool, monkeypatch, arguments, interactive):
     assert done.code in (1, 2)
     assert ("\x1b" in done.err) is not interactive
     assert (SHOWN[:8] in done.err) is interactive
+
+
+def test_the_model_is_named_before_it_is_loaded_on_a_terminal_alone(kvtool, monkeypatch):
+    command = ("compress", "-p", "h2o", "-b", "16", "--prompt", "The old lamp", "--save", "a.st")
+    assert "loading" not in kvtool(*command).err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert kvtool(*command, "--no-progress").err.startswith("loading the model ..\n")
+    named = kvtool(*command, "-m", str(reference.path()), "--no-progress").err
+    assert named.startswith(f"loading {reference.path()} ..\n")
+    for flag in ("-q", "--dry-run"):
+        assert "loading" not in kvtool(*command, flag).err
+
+
+@pytest.mark.parametrize("command", ["generate", "compress"])
+def test_a_long_prompt_has_a_bar(kvtool, monkeypatch, tmp_path, command):
+    monkeypatch.setattr("kvtool.generation.reading._PATIENCE", 0.0)
+    monkeypatch.setattr("kvtool.generation.reading._LONG", 64)
+    (tmp_path / "book.txt").write_text("The old lamp was near the school. " * 20)
+    more = ["-n", "1"] if command == "generate" else ["--save", "a.st"]
+    given = (command, "-p", "h2o", "-b", "16", "--prefill", "block:32", "--prompt-file", "book.txt")
+    assert "tokens of the prompt read" in kvtool(*given, *more, "--progress").err
+    for flags in ([], ["--no-progress"], ["-q"], ["-q", "--progress"]):
+        assert "tokens of the prompt" not in kvtool(*given, *more, *flags).err
+
+
+def test_many_prompts_have_a_bar(kvtool, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "The old lamp"}\n{"prompt": "A falcon"}\n')
+    given = ("generate", "--prompts", "a.jsonl", "-n", "2")
+    assert "2/2" in kvtool(*given, "--progress").err
+    assert "2/2" not in kvtool(*given).err
