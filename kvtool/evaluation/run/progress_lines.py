@@ -23,7 +23,7 @@ def work_in_words(jobs: Sequence[Job], variants: int) -> str:
         cells = len({tuple(sample.cell.items()) for sample in jobs[0].samples})
         if cells > 1 and samples % cells == 0:
             parts = f"{cells} cells x {samples // cells} samples"
-    return f"{parts} x {variants} variants = {samples * variants} measurements"
+    return f"{parts} x {variants} variants = {samples * variants:,} measurements"
 
 
 class ProgressLines:

@@ -58,6 +58,7 @@ def test_a_slow_run_says_something_every_minute():
     ("jobs", "words"),
     [
         ([job(11, 20)], "11 cells x 20 samples x 3 variants = 660 measurements"),
+        ([job(33, 20)], "33 cells x 20 samples x 3 variants = 1,980 measurements"),
         ([job(1, 20)], "20 samples x 3 variants = 60 measurements"),
         ([job(2, 5), job(1, 2)], "12 samples x 3 variants = 36 measurements"),
     ],
