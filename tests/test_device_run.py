@@ -155,7 +155,7 @@ def test_random_keys_are_made_layer_by_layer():
 
 def planted(model) -> bool:
     """Whether a model replaces the device, beside the CPU's own."""
-    return model is right.model_on("cpu:0", torch.float32)
+    return model is right.model_on("cpu:0", torch.float32, 16)
 
 
 def test_a_policy_that_keeps_other_tokens_on_the_device_is_found(monkeypatch, settings):
