@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.request import Request, planned_device
 from kvtool.calls.settings import GenerationSettings, PromptSettings
-from kvtool.documents.memory import DeviceMemory, RunMemory
+from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def estimate_run(
     settings: PromptSettings, request: Request, new: int, turns: Turns | None = None
-) -> RunMemory | None:
+) -> RunMemory | UnknownMemory:
     """Forecast the memory of a call from the model's configuration and its tokenizer.
 
     The turns of a conversation are counted as one prompt, with the longest answers between them.
@@ -29,14 +29,14 @@ def estimate_run(
         new: tokens that are generated at most, in each turn.
 
     Returns:
-        None where a tokenizer or a model of the hub cannot be read; a run reports the reason.
+        What is unknown where a tokenizer or a model of the hub cannot be read.
 
     Raises:
         UsageError: a budget that is too small for this prompt.
         KvtoolError: a folder's configuration that cannot be read.
     """
-    run = plan_run(settings, request, new, turns)
-    return None if run is None else _estimate(settings, run)
+    run = _plan_run(settings, request, new, turns)
+    return run if isinstance(run, UnknownMemory) else _estimate(settings, run)
 
 
 def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
@@ -76,8 +76,16 @@ def plan_run(
 ) -> Run | None:
     """Return what is known of a call before its weights; arguments and errors as `estimate_run`.
 
-    Its memory and weights are not known yet.
+    Its memory and weights are not known yet. None where `estimate_run` knows nothing.
     """
+    run = _plan_run(settings, request, new, turns)
+    return None if isinstance(run, UnknownMemory) else run
+
+
+def _plan_run(
+    settings: PromptSettings, request: Request, new: int, turns: Turns | None
+) -> Run | UnknownMemory:
+    from kvtool.models.folder import Unreachable
     from kvtool.models.placement import resolve_dtype
     from kvtool.planning.bytes import Text
     from kvtool.planning.machine import Run
@@ -91,10 +99,12 @@ def plan_run(
     try:
         tokenizer, config = source.tokenizer()
         prompt = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
-    except KvtoolError:
+    except KvtoolError as error:
         if source.is_folder:
             source.config()
-        return None
+        if isinstance(error, Unreachable):
+            return UnknownMemory(error.message, error.hint)
+        return UnknownMemory("the model's configuration or tokenizer cannot be read")
     if turns is not None:
         prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
     text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)

@@ -47,7 +47,7 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
         configuration: dictionaries, lists, scalars, and sections of documents.
     """
     from kvtool.documents.document import Section
-    from kvtool.documents.memory import RunMemory
+    from kvtool.documents.memory import RunMemory, UnknownMemory
     from kvtool.documents.yaml_writer import dump_yaml
 
     def plain(value: Any) -> Any:
@@ -55,6 +55,8 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
             return value.model_dump(mode="json")
         if isinstance(value, dict):
             return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, UnknownMemory):
+            return None
         return [plain(inner) for inner in value] if isinstance(value, list) else value
 
     parts = configuration if isinstance(configuration, list) else [configuration]
@@ -71,5 +73,7 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
         if isinstance(memory, RunMemory):
             for line in memory.plan or [memory.in_words()]:
                 terminal.note(line)
-        elif memory is None:
-            terminal.note("memory: unknown, the model's configuration or tokenizer cannot be read")
+        elif isinstance(memory, UnknownMemory):
+            terminal.note(f"memory: unknown, {memory.reason}")
+            if memory.hint is not None:
+                terminal.note(f"hint: {memory.hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import (
@@ -59,6 +60,14 @@ class DeviceMemory(Section):
         if self.weights_bytes is not None:
             weights = f"weights {bytes_in_words(self.weights_bytes)}"
         return f"{weights}; {free} free on {self.device}"
+
+
+@dataclass(frozen=True)
+class UnknownMemory:
+    """Why no memory of a run can be estimated, and what would help; null in a document."""
+
+    reason: str
+    hint: str | None = None
 
 
 class CacheMemory(Section):

@@ -153,7 +153,8 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(hub):
 
 def test_a_dry_run_needs_no_hub(hub):
     lines = ended("generate", "-m", "nobody/nothing", "-p", "h2o", "-b", "64", "--dry-run")
-    assert lines[-2].startswith("memory: unknown")
+    assert lines[-3].startswith("memory: unknown, no folder `nobody/nothing` here, and the hub ")
+    assert lines[-2].startswith("hint: give a folder, or check the network")
     assert lines[-1].startswith("0 ")
     assert hub.asked == 1
 
