@@ -155,6 +155,7 @@ def _cell(value: float | None, best: float) -> str:
 _LAYER_CELL = (0.34, 0.2)  # inches
 _MOST_LAYERS = 20  # the most layers whose numbers are still legible
 _LETTER = 0.07  # inches
+_LABEL_ROWS = 4  # from which on the label of the colours fits upright beside them
 
 
 def kept_by_layer(document: ResultsDocument) -> dict[str, tuple[float, ...]]:
@@ -177,7 +178,8 @@ def layers_figure(document: ResultsDocument) -> Figure:
     names, count = list(kept), len(next(iter(kept.values())))
     left = _LETTER * max(map(len, names))
     width = max(2.0, _LAYER_CELL[0] * min(count, _MOST_LAYERS))
-    figure = new_figure(left + width + 1.2, _LAYER_CELL[1] * len(names) + 0.9)
+    few = len(names) < _LABEL_ROWS
+    figure = new_figure(left + width + (1.7 if few else 1.2), _LAYER_CELL[1] * len(names) + 0.9)
     panel = figure.subplots()
     most = max(max(row) for row in kept.values()) or 1.0
     image = panel.imshow(list(kept.values()), cmap=CIVIDIS, vmin=0.0, vmax=most, aspect="auto")
@@ -191,7 +193,10 @@ def layers_figure(document: ResultsDocument) -> Figure:
     panel.tick_params(length=0)
     panel.spines[:].set_visible(False)
     bar = figure.colorbar(image, ax=panel, aspect=18, shrink=min(1.0, 14 / len(names)))
-    bar.set_label("tokens per KV head")
+    if few:
+        bar.set_label("tokens per\nKV head", rotation=0, ha="left", va="center")
+    else:
+        bar.set_label("tokens per KV head")
     bar.outline.set_visible(False)
     return figure
 
