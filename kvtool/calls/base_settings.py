@@ -59,6 +59,7 @@ class ModelSettings(_ModelFlags, RunSettings):
     Attributes:
         model: a folder or a hub ID; None is the bundled reference model.
         loaded: the model, where the caller has loaded it.
+        environment: settings that variables of the environment gave, which recipes override.
     """
 
     model: Annotated[
@@ -68,9 +69,11 @@ class ModelSettings(_ModelFlags, RunSettings):
             metavar="ID|DIR|GGUF",
             help="Model; smollm2: of its package.  [default: the bundled reference]",
             key="model.id",
+            env="KVTOOL_MODEL",
         ),
     ] = None
     loaded: Loaded | None = None
+    environment: tuple[str, ...] = ()
 
     def source(self) -> ModelSource:
         """Return where the model comes from."""

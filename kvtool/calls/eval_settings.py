@@ -151,6 +151,7 @@ class EvalSettings(_AskingFlags, _HowSettings):
             "--policy -p",
             metavar="POLICY,..",
             help="Policies; see `kvtool policies`.",
+            env="KVTOOL_POLICY",
             python="policies",
         ),
     ] = field(default_factory=list)
@@ -162,6 +163,7 @@ class EvalSettings(_AskingFlags, _HowSettings):
             help="Budgets: tokens (512, 4K), shares of the prompt (20%), bytes (64MiB), "
             "auto: what is free.  "
             f"[default: {DEFAULT_TOKENS}]",
+            env="KVTOOL_BUDGET",
             python="budgets",
         ),
     ] = field(default_factory=list)
@@ -192,7 +194,8 @@ class EvalSettings(_AskingFlags, _HowSettings):
             "--samples",
             min=1,
             metavar="N",
-            help="Samples of a task, or of each cell of it; answers to each problem of gsm8k ..",
+            help="Samples of each cell (length, depth ..) of a task; answers to each problem of "
+            "gsm8k ..",
         ),
     ] = None
     limit: Annotated[
@@ -201,7 +204,7 @@ class EvalSettings(_AskingFlags, _HowSettings):
             "--limit -L",
             min=1,
             metavar="N",
-            help="Run the first N samples of each task.",
+            help="Run the first N samples of each task, which may be of one cell.",
             key="eval.limit",
         ),
     ] = None

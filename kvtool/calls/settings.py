@@ -44,6 +44,7 @@ class CachedSettings(RecipeSettings):
             help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
             "my_package.my_module:MyScore.",
             key="policy",
+            env="KVTOOL_POLICY",
             after="chat_template",
         ),
     ] = None
@@ -55,6 +56,7 @@ class CachedSettings(RecipeSettings):
             help="Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
             f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
             key="budget",
+            env="KVTOOL_BUDGET",
             after="policy",
         ),
     ] = None

@@ -33,12 +33,22 @@ COMMANDS = {
 }
 """Every command and its function, whose file is imported once it is run or its help is shown."""
 
+_WHOLE = 1000  # characters of a sentence, so that none is cut
+
 
 class Commands(PlainParameters, TyperGroup):
     """The commands by name."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [
+            (name, self.get_command(ctx, name).get_short_help_str(limit=_WHOLE))
+            for name in COMMANDS
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:

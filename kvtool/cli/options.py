@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 from typer.core import TyperCommand, TyperOption
 
+from kvtool.cli.completion import COMPLETIONS
+from kvtool.cli.help import write_examples, write_options
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.settings import Flag, Setting, settings_of
@@ -42,19 +44,61 @@ class OneOfEach(PlainParameters, TyperCommand):
                 raise UsageError(f"{option.opts[0]} is given twice, and takes one value")
         return super().parse_args(ctx, args)
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_options(self.get_params(ctx), ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        write_examples(str(ctx.info_name), self.get_params(ctx), formatter)
+
+
+def _fitting(
+    values: dict[str, Any], environment: Sequence[str]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return values without those of the environment that others make void, and the names left.
+
+    A saved cache has its policy and budget, a profile its model, a run to score all of them. A
+    budget needs a policy, and one device excludes a map of several.
+    """
+    void: set[str] = set()
+    if values.get("rescore"):
+        void.update(environment)
+    if isinstance(values.get("cache"), str):
+        void |= {"policy", "budget"}
+    if values.get("profile"):
+        void.add("model")
+    if values.get("device_map"):
+        void.add("device")
+    if not values.get("policy") and not values.get("recipe"):
+        void.add("budget")
+    void &= {*environment}
+    plain: dict[str, Any] = {name: [] if isinstance(values[name], list) else None for name in void}
+    return values | plain, tuple(name for name in environment if name not in void)
+
 
 def command(function: Callable[[Any, Terminal], None]) -> Callable[..., None]:
     """Give typer one parameter per field of the options, a command's own before the shared ones."""
     options_type = get_type_hints(function)["options"]
 
-    def run(**values: Any) -> None:
+    def run(invocation: Context, **values: Any) -> None:
+        sources = {name: invocation.get_parameter_source(name) for name in values}
+        environment = [
+            name
+            for name, source in sources.items()
+            if source is not None and source.name == "ENVIRONMENT"
+        ]
+        values, names = _fitting(values, environment)
+        if names:
+            values["environment"] = names
         options = options_type(**values)
         _check_policies(options)
         with open_terminal(quiet=options.quiet, progress=options.progress) as terminal:
             function(options, terminal)
 
     typed: Any = functools.wraps(function)(run)
-    typed.__signature__ = inspect.Signature([_parameter(each) for each in in_order(options_type)])
+    context = inspect.Parameter("invocation", inspect.Parameter.KEYWORD_ONLY, annotation=Context)
+    typed.__signature__ = inspect.Signature(
+        [context, *(_parameter(each) for each in in_order(options_type))]
+    )
     typed.__annotations__ = {}
     return typed
 
@@ -78,13 +122,19 @@ def _parameter(setting: Setting) -> inspect.Parameter:
         setting.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=setting.default,
-        annotation=Annotated[setting.typed, _option(setting.flag)],
+        annotation=Annotated[setting.typed, _option(setting.name, setting.flag)],
     )
 
 
-def _option(flag: Flag) -> Any:
+def _option(name: str, flag: Flag) -> Any:
     if not flag.names:
         return Argument(metavar=flag.metavar, help=flag.help)
     return Option(
-        *flag.names.split(), metavar=flag.metavar, help=flag.help, min=flag.min, max=flag.max
+        *flag.names.split(),
+        metavar=flag.metavar,
+        help=flag.help,
+        min=flag.min,
+        max=flag.max,
+        envvar=flag.env,
+        autocompletion=COMPLETIONS.get(name),
     )

@@ -27,10 +27,18 @@ class Flags:
 
     Attributes:
         values: each flag as typed, and its value nested as in a recipe.
+        defaults: those of the environment, in the same form, which a recipe overrides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Sequence[str] = ()) -> None:
+        """Begin without a flag.
+
+        Args:
+            environment: settings that variables of the environment gave.
+        """
         self.values: list[tuple[str, dict[str, Any]]] = []
+        self.defaults: list[tuple[str, dict[str, Any]]] = []
+        self._environment = {f"--{name.replace('_', '-')}" for name in environment}
 
     def set(self, flag: str, value: Any, *keys: str) -> None:
         """Set a value, unless it is None or an empty list.
@@ -43,7 +51,15 @@ class Flags:
             return
         for key in reversed(keys):
             value = {key: value}
-        self.values.append((flag, value))
+        weak = flag.split()[0] in self._environment
+        (self.defaults if weak else self.values).append((flag, value))
+
+    def left_open(self, source: Source | None) -> list[tuple[str, dict[str, Any]]]:
+        """Return the defaults of the environment whose keys a recipe does not have."""
+        node = None if source is None else resolve_includes(source).node
+        if node is None:
+            return self.defaults
+        return [(flag, values) for flag, values in self.defaults if not _has(node, values)]
 
     def take(self, name: str, value: Any, *keys: str) -> None:
         """Set the value of an option under the option's own name in a section."""
@@ -81,9 +97,18 @@ class Flags:
                 )
 
 
+def _has(node: Node, values: Any) -> bool:
+    """Return whether a recipe has the key of a value that is nested as in a recipe."""
+    if not isinstance(values, dict):
+        return True
+    ((key, value),) = values.items()
+    inner = node.child(key)
+    return inner is not None and (not isinstance(inner.value, dict) or _has(inner, value))
+
+
 def flags_of(settings: Any) -> Flags:
     """Return what settings set in a recipe: every field whose flag has a place there."""
-    flags = Flags()
+    flags = Flags(getattr(settings, "environment", ()))
     for each in settings_of(type(settings)):
         key, value = each.flag.key, getattr(settings, each.name)
         if key is None or value is None:
@@ -170,6 +195,7 @@ def resolve(
         _check_code(source, check_named)
         return [] if check is None else check(recipe, source)
 
+    given = [*flags.left_open(source), *given]
     recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check_all)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(

@@ -26,6 +26,7 @@ class Flag:
         python: the keyword of the Python call, where it is not the field's name; None: there is
             none.
         typed: the type on the command line, where it is not the field's.
+        env: the variable of the environment that gives a default.
         after: the option that it follows in a help, where it is not the field before.
         counts: whether an answer depends on it, and its fingerprint has it from nowhere else.
         later: whether files of earlier versions lack it.
@@ -40,6 +41,7 @@ class Flag:
     sets: Any = field(default=None, kw_only=True)
     python: str | None = field(default="", kw_only=True)
     typed: Any = field(default=None, kw_only=True)
+    env: str | None = field(default=None, kw_only=True)
     after: str | None = field(default=None, kw_only=True)
     counts: bool = field(default=True, kw_only=True)
     later: bool = field(default=False, kw_only=True)
@@ -155,6 +157,7 @@ class ModelFields:
         Flag(
             "--dtype",
             help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
+            env="KVTOOL_DTYPE",
         ),
     ] = "auto"
     device: Annotated[
@@ -164,6 +167,7 @@ class ModelFields:
             metavar="auto|cpu|cuda[:i]|..",
             help="Where the model runs; other devices of torch (mps, xpu ..) are untested.  "
             "[default: auto]",
+            env="KVTOOL_DEVICE",
         ),
     ] = "auto"
     device_map: Annotated[

@@ -1,0 +1,87 @@
+"""The help of every command: panels, examples, whole sentences; names that a shell completes."""
+
+import re
+import shlex
+from typing import get_type_hints
+
+import pytest
+
+from kvtool.cli.completion import complete_policies, complete_tasks
+from kvtool.cli.help import EXAMPLES, PANELS
+from kvtool.cli.main import COMMANDS, Commands, app
+from kvtool.documents.settings import settings_of
+
+
+def options_of(command):
+    """Return the settings of a command."""
+    from importlib import import_module
+
+    file, _, function = COMMANDS[command].partition(":")
+    kind = get_type_hints(getattr(import_module(f"kvtool.cli.{file}"), function))["options"]
+    return list(settings_of(kind))
+
+
+def panels_of(text):
+    return re.findall(r"^([A-Z][a-z ]+):$", text, re.MULTILINE)
+
+
+def test_the_root_help_cuts_no_sentence(kvtool, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = kvtool("--help").out
+    assert "..." not in shown.partition("Commands:")[2]
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert "Compress the cache of a prompt into a file, for `kvtool generate --cache`." in words
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_help_has_every_option_once_and_three_examples(kvtool, command):
+    shown = kvtool(command, "--help").out
+    listed = re.findall(r"^  (-[^\s,]+(?:(?:, | / )-[^\s,]+)*)", shown, re.MULTILINE)
+    listed = [name for names in listed for name in re.split(", | / ", names)]
+    names = [name for each in options_of(command) for name in re.split("[ /]", each.flag.names)]
+    assert sorted(listed) == sorted([*filter(None, names), "-h", "--help"])
+    panels = panels_of(shown)
+    assert panels == [name for name in ("Arguments", *PANELS, "More", "Examples") if name in panels]
+    assert shown.count("\n  kvtool ") == len(EXAMPLES[command]) == 3
+
+
+def test_the_usual_options_come_first(kvtool):
+    shown = kvtool("generate", "--help").out
+    assert panels_of(shown) == ["Arguments", *PANELS, "More", "Examples"]
+    options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE)
+    assert options.index("--policy") == 4
+    assert options[5:9] == ["--budget", "--prefill", "--allocator", "--prompt"]
+    for name in ("KVTOOL_MODEL", "KVTOOL_DEVICE", "KVTOOL_DTYPE", "KVTOOL_POLICY", "KVTOOL_BUDGET"):
+        assert shown.count(name) == 2  # beside its option, and at the end
+
+
+def test_panels_hold_options_that_there_are():
+    known = {each.name for command in COMMANDS for each in options_of(command)}
+    named = [name for names in PANELS.values() for name in names]
+    assert not {*named} - known
+    assert len({*named}) == len(named)
+
+
+@pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
+def test_an_example_is_a_command_that_is_read(monkeypatch, line):
+    import typer
+
+    program, command, *arguments = shlex.split(line)
+    assert program == "kvtool"
+    group = typer.main.get_command(app)
+    assert isinstance(group, Commands)
+    one = group.get_command(None, command)
+    assert one.make_context(command, arguments).params
+
+
+def test_policies_are_completed():
+    assert complete_policies("snap") == ["snapkv"]
+    assert "h2o,tova" in complete_policies("h2o,to")
+    assert complete_policies("h2o+cao") == ["h2o+caote"]
+    assert complete_policies("nothing") == []
+
+
+def test_tasks_are_completed():
+    assert "niah/passkey" in complete_tasks("niah")
+    assert complete_tasks("niah,niah/pa") == ["niah,niah/passkey"]
