@@ -30,6 +30,7 @@ a model if some are above and none is below.
 {said}
 
 """
+ENOUGH = 200  # texts of a cell
 SAID = (
     "A plan from a profile splits by `d2o` where `--allocator` names no other: the rule of "
     "`d2o-alloc`, on the attention of the profile's texts in place of the prompt's."
@@ -69,13 +70,15 @@ TITLES = {
 def page(folder: Path) -> str:
     """Return the page as text, from the results and plans of a folder."""
     parts, plans = [HEAD], []
-    counts = list[dict[str, tuple[int, int, int]]]()
+    counts, few = list[dict[str, tuple[int, int, int]]](), False
     for name, title in TITLES.items():
         run = json.loads((folder / "results" / f"{name}.json").read_text())
         parts.append(_section(title, run["results"], run["environment"]))
         counts.append(_counts(run["results"]))
+        tasks = [cells for each in run["results"].values() for cells in each.values()]
+        few = few or any(len(found) < ENOUGH for cells in tasks for found in cells.values())
         plans += [_plan(path) for path in sorted((folder / "plans").glob(f"{name}-answer_loss-*"))]
-    return "".join([*parts, _default(counts)]) + TAIL.replace("{plans}", "".join(plans))
+    return "".join([*parts, _default(counts, few)]) + TAIL.replace("{plans}", "".join(plans))
 
 
 def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
@@ -95,7 +98,7 @@ def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _default(counts: list[dict[str, tuple[int, int, int]]]) -> str:
+def _default(counts: list[dict[str, tuple[int, int, int]]], few: bool) -> str:
     """Say which allocators win on both models, and what the default is."""
     rows, winners = "", []
     for name in counts[0]:
@@ -105,6 +108,8 @@ def _default(counts: list[dict[str, tuple[int, int, int]]]) -> str:
         if all(above > 0 and below == 0 for above, below, _ in own):
             winners.append(f"`{name}`")
     said = [f"{', '.join(winners)} wins on both models.", SAID]
+    if few:
+        said.insert(1, f"Before the default changes, each cell is to have {ENOUGH} texts.")
     if not winners:
         said = ["No allocator wins on both models, so the default stays as it is.", SAID]
     worse = [
