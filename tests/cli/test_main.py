@@ -186,6 +186,7 @@ def test_a_terminal_shows_nothing_that_libraries_say(on_terminal):
     shown = on_terminal(KVTOOL, "generate", *prompt, "-n", "7", columns=100, notes=True)
     *lines, summary = shown.splitlines()
     assert lines == [
+        "loading the model ..",
         "policy: full (everything is kept; choose another with --policy)",
         "model: reference (bundled; choose another with --model)",
         " 7429103",
