@@ -1,4 +1,4 @@
-"""What a model stores of a token, read from its transformers configuration; no weights.
+"""The shape of a model, which says what it stores of a token; no weights.
 
 The only file that knows under which names configurations give heads, KV heads, head sizes, latents
 and windows, and which families store something else than those names say.

@@ -1,4 +1,4 @@
-"""What differs between the releases of transformers that kvtool runs on, 5.17 and later.
+"""Differences between the releases of transformers that kvtool runs on, 5.17 and later.
 
 The only file that knows; each difference names the release that ends it.
 """

@@ -1,4 +1,4 @@
-"""What hears of a long piece of work: a watcher its progress, a listener the text of answers.
+"""Listeners to a long piece of work: a watcher hears its progress, a listener the text of answers.
 
 A listener may end an answer while it is generated.
 """

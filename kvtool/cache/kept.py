@@ -1,4 +1,4 @@
-"""Which tokens of a text each layer and KV head of a cache holds, and what became of the others."""
+"""Find the tokens of a text that each layer and KV head holds, and what became of the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache holds and what its last step read, counted from its tensors."""
+"""Report of a cache: what it holds and what its last step read, counted from its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache knows of its text, its model and the forward or prompt that is running over it."""
+"""Facts of a cache: its text, its model and the forward or prompt that is running over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cache holds: layers, budgets and the text; how it is copied, reordered and counted."""
+"""State of a cache: layers, budgets and the text; how it is copied, reordered and counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `kvtool convert` is asked for."""
+"""The settings of `kvtool convert`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a shell completes: names of policies and of tasks, without importing torch."""
+"""Complete names of policies and of tasks in a shell, without importing torch."""
 
 from __future__ import annotations
 

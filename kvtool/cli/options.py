@@ -1,4 +1,4 @@
-"""How a dataclass of settings becomes a command.
+"""Make a command of a dataclass of settings.
 
 A command is a function of one dataclass whose fields are its settings, and the terminal it talks
 to:

@@ -1,4 +1,4 @@
-"""What `python -m kvtool --version` says for a bug report: versions, and what may be missing."""
+"""Versions for a bug report, as `python -m kvtool --version` prints them, and missing packages."""
 
 from __future__ import annotations
 

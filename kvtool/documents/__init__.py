@@ -1,1 +1,1 @@
-"""What kvtool reads and writes: prompts, result documents, files that are never half written."""
+"""Files that kvtool reads and writes: prompts, documents of results, none ever half written."""

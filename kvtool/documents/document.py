@@ -1,4 +1,4 @@
-"""What every document has in common: its kind, its schema version, no unknown keys.
+"""The base of all documents: a kind, a schema version, no unknown keys.
 
 Values of a recipe may be written in a short form or as a mapping.
 """

@@ -1,4 +1,4 @@
-"""What `kvtool plan-budget` decided: tokens per layer, RocketKV's sizes, and what it all takes.
+"""The plan that `kvtool plan-budget` makes: tokens per layer, RocketKV's sizes, and totals.
 
 The numbers of RocketKV's plan follow from each other (Behnam et al., 2025, section 3). Numbers that
 contradict each other are refused at the place of one of them.

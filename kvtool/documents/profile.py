@@ -1,4 +1,4 @@
-"""What `kvtool profile` measured: a number per layer for each analysis, curves where one is needed.
+"""The profile that `kvtool profile` measures: a number per layer for each analysis, and curves.
 
 Every list over layers has `model.layers` entries, null for a layer that the analysis does not see
 (one without attention, say). Numbers per head are in a file of their own beside the document.

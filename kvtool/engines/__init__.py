@@ -1,1 +1,1 @@
-"""Where kvtool meets other engines and servers."""
+"""Other engines and servers: an OpenAI server, and compressed caches for vLLM."""

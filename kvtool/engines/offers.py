@@ -1,4 +1,4 @@
-"""What a server offers under the name of a model, and how a request to it begins."""
+"""Models that a server offers, by name, and the caches that requests to them begin with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says of a claim, from its document of results alone.
+"""Judge a claim by a run's document of results.
 
 Each pair of policies is compared once on each task: a sample's score is its mean over the budgets
 that count, so that all budgets give one interval. A pair holds where the whole interval lies above

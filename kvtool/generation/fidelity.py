@@ -1,4 +1,4 @@
-"""How close a compressed run stays to the full cache, both reading the same tokens."""
+"""Compare a compressed run with the full cache's, both reading the same tokens."""
 
 from __future__ import annotations
 

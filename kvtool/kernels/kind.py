@@ -1,4 +1,4 @@
-"""What decides which machine code of the kernels runs."""
+"""Kind of a kernel: all that decides which machine code runs."""
 
 from dataclasses import dataclass
 from enum import Enum

@@ -1,4 +1,4 @@
-"""What readers compute over their tables: by a kernel where one can run, else in plain torch."""
+"""Compute over the tables of readers: by a kernel where one can run, else in plain torch."""
 
 from __future__ import annotations
 

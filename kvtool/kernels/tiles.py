@@ -1,4 +1,4 @@
-"""What the kernels share: how they read tiles of queries and keys, and which keys are visible."""
+"""Tiles of queries and keys, as the kernels share them: how they are read, which are visible."""
 
 import functools
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What each slot receives from many queries: sums down the columns of attention, by name.
+"""Columns of attention by name: what each slot receives from many queries.
 
 A weight here is the mean over the query heads that share a KV head. Everything is a sum over
 queries, so it can be added up in chunks, or by a kernel that never writes the weights down.

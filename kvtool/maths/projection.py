@@ -1,4 +1,4 @@
-"""What a linear layer behind the attention makes of single values, and of their weights."""
+"""Projection behind the attention: what it makes of single values, and of their weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a conversation is put to a model: what a chat template makes of messages, as text."""
+"""Put a conversation to a model: the text that a chat template makes of messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many prompts at a time fit into a memory, from the configuration alone.
+"""Find how many prompts at a time fit into a memory, from the configuration alone.
 
 Counted are keys, values, positions and the score's numbers: what all layers hold, and the block of
 the prompt that runs through one of them. Weights, activations and stored evicted tokens are not.

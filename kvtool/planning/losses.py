@@ -1,4 +1,4 @@
-"""What ways to make a cache smaller cost in answers: measured points, and what lies between them.
+"""Losses of answers by each way to make a cache smaller: measured points, interpolated.
 
 The table of the package is derived from `recipes/real-model/results`: SmolLM2-135M-Instruct looks
 for a code of four digits in 100 texts of 1001 tokens by Jane Austen. A test derives it anew. A loss

@@ -1,4 +1,4 @@
-"""What to run in a given memory, by what was measured: the best variant that fits, as a plan.
+"""Recommend the best measured variant that fits into a given memory, as a plan.
 
 A budget that was measured on prompts of one length is taken as a share of the prompt. What it holds
 at the length to plan for is estimated, as for every plan. Of the variants that fit the best one is

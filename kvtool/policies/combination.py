@@ -1,4 +1,4 @@
-"""Which parts of a policy go together, and the reasons why others do not."""
+"""Check that the parts of a policy go together, and give the reasons where they do not."""
 
 from collections.abc import Sequence
 

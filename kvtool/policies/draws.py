@@ -1,4 +1,4 @@
-"""A policy that draws at random draws anew for each text.
+"""Draws at random, anew for each text.
 
 A draw follows from seed, layer, position and tokens seen, so texts of one length lose the same
 positions. Over many texts that is one draw, and its measurement is not that of drawing. So a part

@@ -1,4 +1,4 @@
-"""What a policy is shown: the slots of a layer, and the evidence that it asks for."""
+"""The view that a policy is shown: slots of a layer, and the evidence that it asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the settings of a part of a policy are declared, read and written; free of torch."""
+"""Declare, read and write the settings of a policy's parts; free of torch."""
 
 from __future__ import annotations
 

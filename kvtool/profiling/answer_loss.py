@@ -1,4 +1,4 @@
-"""How much of the answer is lost where the cache of one layer alone is cut.
+"""Measure what an answer loses when the cache of one layer alone is cut.
 
 Our own. The full cache reads a prompt and gives the distributions of the tokens that follow, which
 are known. Then a policy cuts a single layer, all other layers keep everything, and the same tokens

@@ -1,4 +1,4 @@
-"""How the attention that tokens get is spread: variance and entropy of its column sums.
+"""Measure the spread of attention over tokens: variance and entropy of its column sums.
 
 D2O (https://arxiv.org/abs/2406.13035) gives more of the cache to layers whose attention is spread
 evenly: equation 4 takes the variance of the column sums, appendix A.9 argues with entropy. With

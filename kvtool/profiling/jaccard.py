@@ -1,4 +1,4 @@
-"""Whether evicting step by step keeps what a score would keep with all at hand (RoCo, figure 2).
+"""Compare tokens kept by evicting step by step with those of all scores at hand (RoCo, figure 2).
 
 After each token the set that is kept under the budget (its members' attention renormalised, what
 is gone stays gone) is compared with the top of the same score with nothing evicted. The overlap is

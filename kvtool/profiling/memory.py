@@ -1,4 +1,4 @@
-"""How much memory a full cache takes, from a model's configuration alone."""
+"""Estimate the memory of a full cache from a model's configuration alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a compressed cache moves the output of each attention layer (CAOTE, figure 3).
+"""Measure how far a compressed cache moves each attention layer's output (CAOTE, figure 3).
 
 Per layer, sum over decoded steps of ||o - o'||^2 over sum of ||o||^2, where o joins all heads
 before the output projection, with the full cache, and o' is the same under the policy. The paper

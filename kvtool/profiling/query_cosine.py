@@ -1,4 +1,4 @@
-"""How much the direction of queries changes from token to token (CaliDrop, figure 1).
+"""Measure how much queries change direction from token to token (CaliDrop, figure 1).
 
 Queries after RoPE, as they enter the dot product, over the prompt and what is generated after it.
 https://arxiv.org/abs/2507.19906

@@ -1,4 +1,4 @@
-"""How often CaliDrop would attend to what was evicted, replayed on real queries (figure 3b).
+"""Count how often CaliDrop would attend to evicted tokens, on real queries (figure 3b).
 
 A query is held, and its cosine with the one of each step decides. Below `theta1` the evicted part
 is computed anew and the step's query is held instead. Then, or above `theta2`, the output is

@@ -1,4 +1,4 @@
-"""When the attention that a token gets stops changing (RoCo, figure 3).
+"""Find when the attention that a token gets stops changing (RoCo, figure 3).
 
 std_k of a token is the population standard deviation of the attention that it gets in its first k
 steps, its own step included. RoCo calls scores robust where std_k peaks early and then falls. The

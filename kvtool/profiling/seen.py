@@ -1,4 +1,4 @@
-"""What a measurement is shown: one attention layer at work, its weights a few rows at a time."""
+"""The material of a measurement: an attention layer at work, its weights a few rows at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From numbers per head to the sections of a profile: means over heads, curves at a few points."""
+"""Summarise numbers per head in the sections of a profile: means, and curves at a few points."""
 
 from __future__ import annotations
 

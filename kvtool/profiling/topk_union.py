@@ -1,4 +1,4 @@
-"""How many different tokens are ever among the k most attended while decoding (RocketKV, figure 2).
+"""Count the different tokens ever among the k most attended in decoding (RocketKV, figure 2).
 
 Where few are, a first stage that keeps as many loses little to the second stage that picks k of
 them for each step. https://arxiv.org/abs/2502.14051

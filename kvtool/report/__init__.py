@@ -1,1 +1,1 @@
-"""What people look at: tables, pictures and a page, all drawn from a results document."""
+"""Tables, pictures and a page, all drawn from a results document."""

@@ -1,4 +1,4 @@
-"""What variants cost, as bars: bytes and speed as a share of the full cache."""
+"""Bars of variants: bytes and speed as a share of the full cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one scale of colours for numbers: cividis, dark blue to yellow.
+"""The scale of colours for numbers: cividis, dark blue to yellow.
 
 Its lightness grows evenly, so it reads in grey, too, and looks alike to those who see red and green
 as one (Nunez, Anderton and Renslow, 2018, https://doi.org/10.1371/journal.pone.0199239).

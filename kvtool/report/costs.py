@@ -1,4 +1,4 @@
-"""What a variant cost over all its samples, whatever the task."""
+"""Costs of a variant over all its samples, whatever the task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What metrics are called on axes and in headers, and what each measures, in a sentence."""
+"""Names of metrics on axes and in headers, and a sentence on what each measures."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What features keep beside the slots, and what they do while a model reads and writes."""
+"""Features of a cache: numbers beside the slots, and work while a model reads and writes."""

@@ -1,4 +1,4 @@
-"""What a feature keeps for all layers of a cache, and what it does in the cache's forwards."""
+"""The part of a feature for all layers of a cache, and its work in the cache's forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the budget of a layer is split over its KV heads."""
+"""Split the budget of a layer over its KV heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What merging remembers beside the slots, such as thresholds."""
+"""Memory of merging beside the slots, such as thresholds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a cache's prompt is repeated before it is cut, by the weights that its slots receive.
+"""Repeat a cache's prompt before it is cut, by the weights that its slots receive.
 
 A repetition is attended and not stored: the cache stays as it is, but for recurrent layers, whose
 state the caller rolls back. Then all layers are cut at once.

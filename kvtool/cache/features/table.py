@@ -1,4 +1,4 @@
-"""What layers keep beside their slots: a line for each feature, and one for when they are cut."""
+"""Table of the features of layers: a line for each, and one for when layers are cut."""
 
 from __future__ import annotations
 

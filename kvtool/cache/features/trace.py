@@ -1,4 +1,4 @@
-"""What a layer did to each token, for `cache.show`: its rank at the last cut, merged, read.
+"""Trace of each token of a layer, for `cache.show`: its rank at the last cut, merged, read.
 
 One byte a token and KV head, in host memory; only kept where `KVCache.record` asks for it.
 """

@@ -1,4 +1,4 @@
-"""What `attach` changed in a model, and what has been learned of the model since."""
+"""Changes that `attach` made in a model, and what has been learned of the model since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which models can be compressed, and what a user of one should know."""
+"""Model families: the ones that can be compressed, and what a user of one should know."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kvtool does before and after every forward over one of its caches.
+"""Work of kvtool before and after every forward over one of its caches.
 
 A forward that asks not to use its cache, or sets it aside, is refused. So is one over a cache that
 another forward has left changed in some layers only.

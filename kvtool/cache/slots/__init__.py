@@ -1,1 +1,1 @@
-"""What a layer of the cache holds: slots, counts, and one part for each feature beside them."""
+"""Contents of a layer of the cache: slots, counts, and one part for each feature beside them."""

@@ -1,4 +1,4 @@
-"""When a layer that is not cut after every token is cut next.
+"""Schedule of the cuts of a layer that is not cut after every token.
 
 It is a part of the layer, and no feature: when a layer is cut decides how many slots it reserves,
 which layers are grouped, and whether a token needs its weights. So the steps ask for it by name.

@@ -1,4 +1,4 @@
-"""One attention layer of the cache: counts, a budget, slots, and a part for each feature.
+"""An attention layer of the cache: counts, a budget, slots, and a part for each feature.
 
 Two kinds serve particular models. `ChunkedSlotLayer` attends to the chunk of the text that its
 token is in, and keeps just that. `HybridSlotLayer` has a recurrence beside the attention, of which

@@ -1,4 +1,4 @@
-"""What a feature keeps beside the slots of a layer, and what it does in the layer's steps.
+"""The part of a feature: what it keeps beside the slots of a layer, and does in the layer's steps.
 
 Reset, beams, files, bytes and going back are loops over a layer's parts, and a step calls the hooks
 that a part defines. So a new feature is one class in `kvtool.cache.features`, and one line in the

@@ -1,4 +1,4 @@
-"""One call of the attention function: its arguments, and what a decoded token gives.
+"""A call of the attention function: its arguments, and what a decoded token gives.
 
 Transformers calls `Cache.update` and then the attention function, in the same forward and thread,
 and passes nothing from the first to the second. So `update` leaves a pending step in its thread,

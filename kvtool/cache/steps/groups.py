@@ -1,4 +1,4 @@
-"""Which layers of a cache decide together what they evict."""
+"""Group the layers of a cache that decide together what they evict."""
 
 from __future__ import annotations
 

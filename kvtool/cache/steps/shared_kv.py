@@ -1,4 +1,4 @@
-"""What a layer attends to, for later layers of the same forward that read its keys and values.
+"""Tokens that a layer attends to, for later layers of a forward that read its keys and values.
 
 They come to attention with the very tensors that the owning layer got from the cache, and take
 nothing in. So what else attention needs to know of them is kept here until the forward has ended.

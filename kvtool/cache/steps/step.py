@@ -1,4 +1,4 @@
-"""The one step that every layer runs: attend, observe, choose what to evict, free slots.
+"""Step that every layer runs: attend, observe, choose what to evict, free slots.
 
 A prompt comes as one block or many, a decoded token as a block of one. Who attends is an object:
 kvtool's own kernels, or the weights that a model's own eager attention has shown to a hook.

@@ -1,4 +1,4 @@
-"""How a sample is asked: what is fed in which order, and where an answer ends."""
+"""Ask the questions of a sample: feed its parts in order, and find where an answer ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a question is put to a model: its context, truncated in the middle, and what it asks."""
+"""Put a question to a model: a context, truncated in the middle, and the question about it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""How an answer is scored: text in, numbers out."""
+"""Scores of answers: text in, numbers out."""

@@ -1,4 +1,4 @@
-"""From the records of a run to its results: means, standard errors, costs, differences to full."""
+"""Collect the records of a run into results: means, standard errors, costs, differences to full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run takes place: versions, processor, threads, GPU."""
+"""The environment of a run: versions, processor, threads, GPU."""
 
 from __future__ import annotations
 

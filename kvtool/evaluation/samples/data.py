@@ -1,4 +1,4 @@
-"""Where the texts of a benchmark come from: a local file or folder, or a dataset on the hub.
+"""Find the texts of a benchmark: in a local file or folder, or in a dataset on the hub.
 
 Every reader also returns a fingerprint, which goes into the results: the SHA-256 of a local file,
 `name@commit` of a dataset on the hub.

@@ -1,1 +1,1 @@
-"""One benchmark, or one family of benchmarks, a file."""
+"""Benchmarks: one, or one family of them, a file."""

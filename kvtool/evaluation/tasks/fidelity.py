@@ -1,4 +1,4 @@
-"""How close a compressed cache stays to what the same model says with its full cache.
+"""Compare answers of a compressed cache with those of the same model's full cache.
 
 The reference is the full cache's own greedy answer. Two questions are asked of each variant:
 reading that answer token by token, does it expect the same next tokens (agreement, Kullback-Leibler

@@ -1,4 +1,4 @@
-"""How far a policy moves the outputs of the attention layers while the model answers.
+"""Measure by how much a policy moves the outputs of the attention layers in an answer.
 
 See `kvtool.profiling.output_error` for the formula (CAOTE, figure 3).
 """

@@ -1,4 +1,4 @@
-"""Which tasks a run has, and what recipe and flags set in each."""
+"""Select the tasks of a run, and the settings of each from recipe and flags."""
 
 from __future__ import annotations
 

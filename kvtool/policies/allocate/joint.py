@@ -1,4 +1,4 @@
-"""One budget for which the KV heads of all layers compete by their scores, as KVzip has it.
+"""A joint budget, for which the KV heads of all layers compete by their scores (KVzip).
 
 Kim et al., 2025, https://arxiv.org/abs/2505.23416, section 3.3: scores of all layers and heads are
 on one scale, so the best of them stay wherever they are.

@@ -1,4 +1,4 @@
-"""What there is to split, and what may be known about it: all that an allocator is shown.
+"""The problem of an allocator: a total to split, and the facts that it is shown.
 
 Only layers whose budget is free are here: not those with a sliding window or without attention.
 """

@@ -1,4 +1,4 @@
-"""What each layer may keep of a prompt: the only place where a budget meets the layers.
+"""Split a budget over the layers: each layer's share of a prompt, decided in one place.
 
 A policy's own allocator splits it, or a plan does.
 """

@@ -1,1 +1,1 @@
-"""How keys and values are written down in slots: fewer bits, one format a file."""
+"""Codecs: formats of keys and values in slots that take fewer bits, one a file."""

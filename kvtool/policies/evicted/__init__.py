@@ -1,1 +1,1 @@
-"""What becomes of evicted tokens: merged, or kept aside to calibrate by; one a file."""
+"""Uses of evicted tokens: merged, or kept aside for calibration; one a file."""

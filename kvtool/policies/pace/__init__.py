@@ -1,1 +1,1 @@
-"""How many tokens are decoded between two cuts."""
+"""Paces: how many tokens are decoded between two cuts."""

@@ -1,4 +1,4 @@
-"""What readers by pages have in common: bounds of the keys of each page, kept up in place."""
+"""The base of readers by pages: bounds of the keys of each page, updated in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a reader is shown, and what it answers."""
+"""The view that a reader is shown, and its answer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What matters: one score a file."""
+"""Scores of tokens: one a file."""

@@ -1,1 +1,1 @@
-"""How slots are chosen by their scores, where it is not one by one."""
+"""Choose slots together by their scores, where it is not one by one."""

@@ -1,4 +1,4 @@
-"""What is shown of a cache: its text token by token, and what is held of each."""
+"""The text of a cache, token by token, with the slots that hold each."""
 
 from __future__ import annotations
 
