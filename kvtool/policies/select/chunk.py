@@ -39,10 +39,11 @@ def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> T
     import torch
 
     runs = _neighbours(positions, length)
-    share = torch.where(free, scores, 0.0)
-    total = torch.zeros_like(scores).scatter_add_(1, runs, share)
-    count = torch.zeros_like(scores).scatter_add_(1, runs, free.float())
-    mean = torch.where(count > 0, total / count, float("-inf"))
+    # in float64, since three times 0.1 in float32, divided by 3, isn't the 0.1 that it ties with
+    share = torch.where(free, scores, 0.0).double()
+    total = torch.zeros_like(share).scatter_add_(1, runs, share)
+    count = torch.zeros_like(share).scatter_add_(1, runs, free.double())
+    mean = torch.where(count > 0, total / count, float("-inf")).float()
     by_run = torch.zeros_like(runs).scatter_(1, _descending(mean), _counting(runs))
     rank = torch.where(free, by_run.gather(1, runs), positions.shape[1])
     best = order_key(scores, positions).argsort(1, descending=True)

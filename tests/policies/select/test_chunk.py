@@ -60,6 +60,16 @@ def test_ties_go_to_the_lower_position():
     assert ours([[0.5] * 9], 4, 3) == [[0, 1, 2, 3]]
 
 
+@pytest.mark.parametrize("last", [-1, 0, 1])
+def test_runs_of_equal_scores_tie_whatever_their_lengths(last):
+    """A mean of equal scores is that score, to the last bit: rows of a batch keep the same."""
+    score = torch.tensor(1.9351680278778076).view(torch.int32).add_(last).view(torch.float32)
+    for short in range(1, 20):
+        scores = score.expand(1, 20 + short)
+        kept = run_order(scores, torch.arange(20 + short)[None], scores > 0, 20).argsort()
+        assert kept.tolist() == [list(range(20 + short))]
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(2, 30), st.integers(1, 9), st.data())
 def test_what_is_kept_equals_the_slow_twin_in_any_order_of_slots(seed, heads, slots, length, data):
