@@ -1,10 +1,13 @@
 """What a decoded token of CaliDrop costs beside its base: never, every eighth and every time anew.
 
     python -m tests.benchmarks.calidrop                     # about 4 min, 2 cores
+    python -m tests.benchmarks.calidrop --model smollm2 --text texts/austen/emma.txt
 
 Random Llama of `tests.benchmarks.models`, a prompt of 4096 tokens, read at once. Which steps attend
 to the evicted tokens anew is forced, for all heads of all layers together, which is the worst case;
-every step calibrates. Steps of both take turns; ratios are medians over rounds of eight.
+every step calibrates. With a model of yours and a text, the tokens that follow the prompt are read
+one by one, and queries decide as they do for a user. Steps of both take turns; ratios are medians
+over rounds of eight.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -24,6 +28,7 @@ from kvtool.cache.cache import KVCache
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.feeding import wait
+from kvtool.models.load import load
 from kvtool.policies.evicted.calidrop import CaliDrop
 from tests.benchmarks.models import build_models
 from tests.benchmarks.speed import time_steps
@@ -54,6 +59,12 @@ def calibrated_step(model, cache, every: int, token: torch.Tensor):
     return step
 
 
+def text_step(model, cache, ids: torch.Tensor):
+    """A step that reads the next token of a text, at each call."""
+    tokens = iter(ids.unbind(1))
+    return lambda: decode_step(model, cache, next(tokens))
+
+
 def rounds(times: list[float]) -> list[float]:
     """Milliseconds of each round of eight steps, per step."""
     return [sum(times[i : i + ROUND]) / ROUND for i in range(0, len(times), ROUND)]
@@ -64,7 +75,7 @@ class CalibratedLine:
     """Milliseconds of a step beside those of the base without calibration, in turns.
 
     Attributes:
-        anew: which steps attend to evicted tokens anew: never, every 8th or always.
+        anew: which steps attend to evicted tokens anew: never, every 8th, always or a share.
     """
 
     base: str
@@ -100,22 +111,56 @@ def calibrated_lines(
         yield CalibratedLine(base, anew, statistics.median(theirs), ms, ratio, host)
 
 
+def read_line(model, base: str, budget: int, ids: torch.Tensor, count: int) -> CalibratedLine:
+    """Read a number of rounds of a text's tokens behind a prompt, with and without calibration."""
+    steps, later = [], (count + 1) * ROUND
+    for policy in (base, f"{base}+calidrop"):
+        cache = filled(model, policy, budget, ids[:, :-later])
+        steps.append(text_step(model, cache, ids[:, -later:]))
+    theirs, mine = map(rounds, time_steps(steps, count * ROUND, ROUND, lambda: wait(model)))
+    ratio = statistics.median(a / b for a, b in zip(mine, theirs, strict=True))
+    found = cache.report()
+    shares = [each for each in found.recompute_frequency or [] if each is not None]
+    anew = f"{statistics.mean(shares):.2f} of heads"
+    base_ms, ms = statistics.median(theirs), statistics.median(mine)
+    return CalibratedLine(base, anew, base_ms, ms, ratio, found.host_bytes)
+
+
+def lines_of(base: str, args: argparse.Namespace) -> Iterator[CalibratedLine]:
+    """Measure a base, on a random model or on one that reads a text."""
+    if args.model is None:
+        model, _ = build_models()
+        ids = torch.randint(0, model.config.vocab_size, (1, args.length))
+        yield from calibrated_lines(model, base, args.budget, ids, args.rounds)
+        return
+    loaded = load(args.model, dtype="float32")
+    kvtool.attach(loaded.model)
+    count = args.length + (args.rounds + 1) * ROUND
+    text = args.text.read_text()[: count * 8]
+    ids = loaded.tokenizer(text, return_tensors="pt").input_ids[:, :count]
+    if ids.shape[1] < count:
+        raise SystemExit(f"{args.text} has fewer than {count} tokens")
+    yield read_line(loaded.model, base, args.budget, ids, args.rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bases", nargs="+", default=["snapkv", "h2o", "streaming"])
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=4, help="of eight decoded tokens")
+    parser.add_argument("--model", help="that reads --text, as in `kvtool generate`")
+    parser.add_argument("--text", type=Path, help="whose tokens are read")
     args = parser.parse_args()
-    model, _ = build_models()
+    if (args.model is None) != (args.text is None):
+        parser.error("--model and --text go together")
     table = Table(title=f"decode of +calidrop against its base, {args.length} tokens")
     for name in ("base", "anew", "base ms", "ms", "ratio", "host MiB"):
         table.add_column(name, justify="left" if name in ("base", "anew") else "right")
     with torch.inference_mode():
-        ids = torch.randint(0, model.config.vocab_size, (1, args.length))
         for base in args.bases:
             print(base, file=sys.stderr)
-            for line in calibrated_lines(model, base, args.budget, ids, args.rounds):
+            for line in lines_of(base, args):
                 table.add_row(
                     base,
                     line.anew,

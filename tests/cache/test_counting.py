@@ -83,7 +83,8 @@ def test_codes_are_read_where_they_lie(monkeypatch, policy, padded):
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
     model = peaky_model("llama", head_dim=32)
-    compare(monkeypatch, model, policy, "full", ids, mask if padded else None, tolerance=1e-3)
+    tolerance = 1e-2 if "4" in policy.rpartition("+")[2] else 1e-3  # a code may round to the next
+    compare(monkeypatch, model, policy, "full", ids, mask if padded else None, tolerance=tolerance)
 
 
 def with_key_bias(model, size=200.0):

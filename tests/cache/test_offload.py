@@ -24,7 +24,7 @@ def tokens(first, count, batch=2):
 def read(store, row, head):
     fetched = store.fetch([(row, head)], torch.device("cpu"))
     keys, values, _ = zip(*(piece.wait(torch.float32) for piece in fetched), strict=True)
-    return torch.cat(keys, 1)[0, :, 0], torch.cat(values, 1)[0, :, 0]
+    return torch.cat(keys, 2)[0, 0, :, 0], torch.cat(values, 2)[0, 0, :, 0]
 
 
 def filled(form="exact"):
@@ -54,7 +54,12 @@ def test_neighbouring_heads_come_at_once():
         (0, slice(0, 2)),
         (1, slice(2, 3)),
     ]
-    assert [chunk.tensors[0].shape[:2] for chunk in fetched] == [(2, 164), (2, 6), (1, 164), (1, 6)]
+    assert [chunk.tensors[0].shape[1:3] for chunk in fetched] == [
+        (2, 164),
+        (2, 6),
+        (1, 164),
+        (1, 6),
+    ]
     own = fetched[0].tensors[0], store.segments[0].tensors[0]
     assert own[0].data_ptr() == own[1].data_ptr()  # not copied
 
@@ -63,7 +68,7 @@ def test_parts_of_a_long_segment_lie_side_by_side():
     store = Store("exact")
     store.append(iter([tokens(0, 9000)]), 9000, True)
     fetched = list(store.fetch([(1, 0), (1, 1)], torch.device("cpu")))
-    assert [chunk.tensors[0].shape[:2] for chunk in fetched] == [(1, 8192), (1, 808)] * 2
+    assert [chunk.tensors[0].shape[1:3] for chunk in fetched] == [(1, 8192), (1, 808)] * 2
     assert all(tensor.is_contiguous() for chunk in fetched for tensor in chunk.tensors)
 
 
@@ -101,8 +106,8 @@ def test_missing_tokens_are_told():
     positions[1, 2, 3:] = -1
     store.append(iter([(keys, values, positions)]), 5, False)
     pieces = list(store.fetch([(0, 0), (1, 2)], torch.device("cpu")))
-    assert pieces[0].wait(torch.float32)[2].tolist() == [[True] * 5]
-    assert pieces[1].wait(torch.float32)[2].tolist() == [[True] * 3 + [False] * 2]
+    assert pieces[0].wait(torch.float32)[2][0].tolist() == [[True] * 5]
+    assert pieces[1].wait(torch.float32)[2][0].tolist() == [[True] * 3 + [False] * 2]
 
 
 def test_rows_follow_the_batch_without_moving_shelves():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -73,24 +74,25 @@ def attend_chunks(
     out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
     lse = torch.full(grouped.shape[:-1], NOTHING, dtype=torch.float32, device=query.device)
     begun: set[tuple[int, int]] = set()
-    for chunk in fetched:
-        keys, values, stored = chunk.wait(query.dtype)
-        own = chunk.entry, chunk.heads
-        found = attend_tokens(
-            grouped[own][None],
-            keys[None],
-            values[None],
-            None if stored is None else stored[None],
-            scale,
-            softcap,
-        )
-        part = found[0][0], found[1][0]
-        heads = {(chunk.entry, head) for head in range(chunk.heads.start, chunk.heads.stop)}
+    for (entry, run), chunks in groupby(fetched, lambda chunk: (chunk.entry, chunk.heads)):
+        own = slice(entry, entry + 1), run
+        parts = (_attend_chunk(grouped[own], chunk, scale, softcap) for chunk in chunks)
+        part = next(parts)
+        for other in parts:
+            part = join_attention(*part, *other)
+        heads = {(entry, head) for head in range(run.start, run.stop)}
         if heads & begun:
             part = join_attention(out[own], lse[own], *part)
         out[own], lse[own] = part
         begun |= heads
     return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def _attend_chunk(
+    grouped: Tensor, chunk: Chunk, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    keys, values, stored = chunk.wait(grouped.dtype)
+    return attend_tokens(grouped, keys, values, stored, scale, softcap)
 
 
 def join_token(

@@ -57,7 +57,7 @@ def pack(tensor: Tensor, form: str) -> tuple[Tensor, ...]:
 def unpack(packed: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Dequantise them."""
     if len(packed) == 1:
-        return packed[0].to(dtype)
+        return packed[0] if packed[0].dtype == dtype else packed[0].to(dtype)
     numbers, scale = packed
     return (numbers * scale).to(dtype)
 
@@ -103,7 +103,7 @@ class Chunk:
 
     Attributes:
         entry, heads: whose they are.
-        tensors: as of a segment, without the first axis: (heads, tokens, ..).
+        tensors: as of a segment, of one row: (1, heads, tokens, ..).
         whole: whether no position is -1.
         arrival: what to wait for before they are used, on a GPU.
     """
@@ -119,7 +119,7 @@ class Chunk:
         return replace(self, tensors=tuple(tensor.to(device) for tensor in self.tensors))
 
     def wait(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values (heads, tokens, dim), and which of them are there; None: all."""
+        """Keys and values (1, heads, tokens, dim), and which of them are there; None: all."""
         if self.arrival is not None:
             stream = torch.cuda.current_stream(self.tensors[0].device)
             stream.wait_event(self.arrival)
@@ -253,6 +253,8 @@ class Store:
         On a GPU the first chunk is under way when this returns, before it is asked for.
         """
         chunks = self._chunks(pairs)
+        if device.type == "cpu":
+            return chunks
         if device.type != "cuda":
             return (chunk.moved(device) for chunk in chunks)
         ahead = _one_ahead(chunks, device)
@@ -267,11 +269,12 @@ class Store:
                 each = [heads] if segment.slots <= _CHUNK else _one_by_one(heads)
                 for some in each:
                     for start in range(0, segment.slots, _CHUNK):
-                        part = slice(start, start + _CHUNK)
-                        tensors = tuple(t[own, some, part] for t in segment.tensors)
+                        part = slice(start, min(start + _CHUNK, segment.slots))
+                        tensors = tuple(t[own : own + 1, some, part] for t in segment.tensors)
                         yield Chunk(entry, some, tensors, segment.whole)
             if self.staged:
-                tensors = tuple(t[entry, heads] for t in self.staged_tokens())
+                part = slice(0, self.staged)
+                tensors = tuple(t[entry : entry + 1, heads, part] for t in self.staging)
                 yield Chunk(entry, heads, tensors, self._staged_whole)
 
     def positions(self, entry: int) -> Tensor:
