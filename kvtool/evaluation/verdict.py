@@ -22,10 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Choice, Difference, Interval, SampleScores, Standing, Verdict
@@ -33,6 +30,9 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.run.collect import is_baseline
 from kvtool.policies.spelling import split_outside
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESAMPLES = 4000
 LEVEL = 0.95
@@ -141,6 +141,8 @@ def unseen(n: int) -> float:
 
 def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estimate:
     """Apply `of` to the means of each list, and to those of each resample."""
+    import torch
+
     sizes = [len(each) for each in samples]
     if len(set(sizes)) > 1 or not sizes[0]:
         raise ValueError(f"{' and '.join(map(str, sizes))} samples cannot be paired")
@@ -159,6 +161,8 @@ def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estim
 
 def _resampled_means(*samples: Sequence[Part]) -> list[list[float]]:
     """Return `RESAMPLES` weighted means of each list, over the same draws in all of them."""
+    import torch
+
     columns = torch.tensor(samples, dtype=torch.float64)  # (lists, n, 2)
     lists, n, _ = columns.shape
     flat = columns.transpose(0, 1).reshape(n, 2 * lists)
@@ -175,6 +179,8 @@ def _drawn_once(n: int) -> list[Tensor]:
 
 def _times_drawn(n: int) -> Iterator[Tensor]:
     """Yield (resamples, n) float64: how often each sample is drawn; `RESAMPLES` rows in all."""
+    import torch
+
     generator = torch.Generator().manual_seed(n)
     rows = max(1, _AT_A_TIME // n)
     for start in range(0, RESAMPLES, rows):

@@ -38,7 +38,7 @@ def test_a_run_is_measured_and_its_table_printed(tmp_path, monkeypatch, capsys):
 def test_other_names_are_refused(capsys):
     with pytest.raises(SystemExit):
         MEASURE.main(["nothing"])
-    assert "no run named nothing; choose from first-page" in capsys.readouterr().err
+    assert "no run named nothing; choose from results" in capsys.readouterr().err
 
 
 def test_documents_name_runs_that_there_are():

@@ -6,13 +6,11 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.questions import one_token_share
@@ -22,6 +20,7 @@ from kvtool.planning.variants import Variant
 from kvtool.policies.source import class_sources
 
 if TYPE_CHECKING:
+    from kvtool.evaluation.bench.bench import Bench
     from kvtool.models.load import Loaded
 
 WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data", "digits"})
@@ -111,7 +110,7 @@ def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) ->
                 "the model was trained for",
                 hint=f"--lengths {tokens.limit} or less",
             )
-        samples = list(islice(task.draw(tokens), limit))
+        samples = list(task.draw(tokens)) if limit is None else task.draw_some(tokens, limit)
         if not samples:
             raise UsageError(f"{task.name}: no samples")
         ids = [sample.id for sample in samples]
@@ -179,6 +178,9 @@ def run_measurements(
     Raises:
         KvtoolError: a sample failed and `stop_on_error` is set.
     """
+    from kvtool.evaluation.bench.bench import Bench
+    from kvtool.evaluation.bench.shared import SharedPrompts
+
     shared: dict[str, Any] = {}
     prompts = SharedPrompts() if place.protocol.shared_prefill else None
     benches = {

@@ -19,7 +19,7 @@ from kvtool.evaluation.metrics.text import string_match_all
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
-from kvtool.evaluation.tasks.task import Lengths, Samples, Task
+from kvtool.evaluation.tasks.task import Lengths, Samples, Task, even_shares
 
 if TYPE_CHECKING:
     from kvtool.documents.settings import Protocol
@@ -173,8 +173,19 @@ class Drawn(Asking):
         Raises:
             UsageError: a length that is too short for the task.
         """
-        for cell in self.cells():
-            for index in range(self.samples):
+        cells = list(self.cells())
+        return self._draw(cells, [self.samples] * len(cells), tokens)
+
+    def draw_some(self, tokens: TokenCounter, limit: int) -> list[Sample]:
+        """Draw `limit` samples, spread over the cells."""
+        cells = list(self.cells())
+        return list(self._draw(cells, even_shares([self.samples] * len(cells), limit), tokens))
+
+    def _draw(
+        self, cells: Sequence[Cell], counts: Sequence[int], tokens: TokenCounter
+    ) -> Iterator[Sample]:
+        for cell, samples in zip(cells, counts, strict=True):
+            for index in range(samples):
                 rng = generator(self.seed, self.name, *cell.values(), index)
                 place = "/".join(f"{name}={value}" for name, value in cell.items())
                 yield self.draw_one(rng, f"{place}/{index}", cell, tokens)

@@ -12,6 +12,7 @@ import fnmatch
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, PositiveInt
@@ -94,6 +95,15 @@ class Task(BaseModel, ABC):
             KvtoolError: settings that give no sample, data that lack a column.
         """
 
+    def draw_some(self, tokens: TokenCounter, limit: int) -> list[Sample]:
+        """Draw or read `limit` samples, spread over lengths and depths; of one, the first ones."""
+        samples = self.draw(tokens)
+        if all(len(getattr(self, name, None) or ()) < 2 for name in ("lengths", "depths")):
+            return list(islice(samples, limit))
+        cells = [list(cell) for _, cell in groupby(samples, lambda sample: sample.cell)]
+        shares = even_shares([len(cell) for cell in cells], limit)
+        return [sample for cell, n in zip(cells, shares, strict=True) for sample in cell[:n]]
+
     def knows_query(self, protocol: Protocol) -> bool:
         """Return whether the question is in the prompt that is compressed."""
         return self.query_aware if protocol.query_aware is None else protocol.query_aware
@@ -137,6 +147,25 @@ class Task(BaseModel, ABC):
             cells=[(dict(cell), mean(cells[cell])) for cell in sorted(cells, key=_order)],
             parts=[(score[self.metric], 1.0) for score in scores if self.metric in score],
         )
+
+
+def even_shares(sizes: Sequence[int], limit: int) -> list[int]:
+    """Return how many samples each cell gives to a run of `limit`, as evenly as their sizes allow.
+
+    >>> even_shares([20, 20, 1], 6)
+    [3, 2, 1]
+    >>> even_shares([9, 9, 9, 9, 9], 2)
+    [0, 1, 0, 1, 0]
+    """
+    shares = [0] * len(sizes)
+    left = min(limit, sum(sizes))
+    while left:
+        more = [cell for cell, size in enumerate(sizes) if shares[cell] < size]
+        taken = min(left, len(more))
+        for i in range(taken):
+            shares[more[(2 * i + 1) * len(more) // (2 * taken)]] += 1
+        left -= taken
+    return shares
 
 
 def _order(cell: tuple[tuple[str, Any], ...]) -> list[tuple]:
