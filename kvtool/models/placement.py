@@ -7,8 +7,10 @@ free.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +41,8 @@ def resolve_device(device: str, device_map: str | None = None, *, elsewhere: boo
     """
     if elsewhere:
         return "cuda"
+    if device == "auto" and device_map is None and _has_no_cuda():
+        return "cpu"
     import torch
 
     if device_map is not None and device != "auto":
@@ -53,6 +57,11 @@ def resolve_device(device: str, device_map: str | None = None, *, elsewhere: boo
         return "cuda" if processes.count == 1 else f"cuda:{index}"
     _check_device(device, "--device", f"no device `{device}`", ("auto",))
     return device
+
+
+def _has_no_cuda() -> bool:
+    """Return whether torch, which nothing has imported so far, is a build for CPUs alone."""
+    return "torch" not in sys.modules and version("torch").endswith("+cpu")
 
 
 def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) -> None:

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from kvtool.documents.files import write_text
 from kvtool.documents.results import ResultsDocument
-from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import results as tables
@@ -28,6 +28,9 @@ from kvtool.report.labels import labelled, labels
 from kvtool.report.panels import FRONT, GRID, drawing, svg
 from kvtool.report.pictures import pictures
 from kvtool.report.variants import results_of, task_names
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.run.wrong import WrongAnswer
 
 _THEME = {  # of `kvtool.report.panels`, and of `page.css`
     "#000000": "currentColor",
@@ -56,7 +59,7 @@ def inline_svg(document: str, prefix: str, label: str) -> Markup:
     return Markup(f'<svg {view} width="{width}pt" role="img" aria-label="{escape(label)}">{body}')
 
 
-WrongByTask = Mapping[str, Sequence[WrongAnswer]]
+WrongByTask: TypeAlias = "Mapping[str, Sequence[WrongAnswer]]"
 Pairs = list[tuple[str, str]]
 
 

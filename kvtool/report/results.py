@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
-from kvtool.evaluation.run.wrong import WrongAnswer
 from kvtool.report import formats
 from kvtool.report.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report.metrics import headline, meaning, title
@@ -21,6 +21,9 @@ from kvtool.report.variants import (
     task_names,
     wrap,
 )
+
+if TYPE_CHECKING:
+    from kvtool.evaluation.run.wrong import WrongAnswer
 
 _MOST_CELLS = 24
 _MOST_LETTERS = 240  # of an answer

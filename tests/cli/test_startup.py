@@ -4,6 +4,7 @@ import http.server
 import subprocess
 import sys
 import threading
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,15 @@ def test_a_plan_from_a_configuration_needs_no_torch(tmp_path, policy, form):
     assert ended("plan-budget", *model, "-b", "64", "-p", policy)[-1] == "0 ['pydantic']"
 
 
+@pytest.mark.skipif(not version("torch").endswith("+cpu"), reason="torch is asked for GPUs")
+@pytest.mark.skipif(not reads_plain_configs(), reason="transformers reads the configuration")
+@pytest.mark.parametrize("form", ["yaml", "text"])
+def test_a_plan_for_the_bundled_model_needs_no_torch_that_knows_no_gpus(form):
+    done = ended("plan-budget", "--context", "1K", "-b", "64", "-f", form)
+    assert "dtype: float32, in which it would run here (change: --dtype)" in done
+    assert done[-1] == "0 ['pydantic']"
+
+
 @pytest.mark.skipif(not reads_plain_configs(), reason="transformers reads the configuration")
 def test_ways_as_text_come_without_what_they_do_not_use(tmp_path):
     """Half a second of processor time leaves no room for YAML, profiles or settings of prompts."""
@@ -98,6 +108,14 @@ def test_ways_as_text_come_without_what_they_do_not_use(tmp_path):
     done = subprocess.run(run, capture_output=True, text=True)
     assert " ways fit" in done.stdout
     assert done.stderr == "0 []\n"
+
+
+@pytest.mark.parametrize("module", ["page", "results_layout", "export", "notebook", "words"])
+def test_reports_are_written_without_torch(module):
+    """Torch comes with the first interval that is drawn."""
+    program = f"import sys, kvtool.report.{module}\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n"
 
 
 def test_a_missing_gpu_is_refused_without_transformers():
