@@ -29,7 +29,6 @@ def _recipe(name: str, *more: str) -> tuple[str, ...]:
 
 _TURNS = _recipe("multi-turn", "-b", "256,512")
 RUNS: dict[str, tuple[str, ...]] = {
-    "first-page": _recipe("first-page"),
     "results": (
         *("-t", "niah,ruler/niah_multikey_1,fidelity", "-p", _TABLE, "-b", "64,128,256"),
         "--shared-prefill",

@@ -204,7 +204,7 @@ class EvalSettings(_AskingFlags, _HowSettings):
             "--limit -L",
             min=1,
             metavar="N",
-            help="Run the first N samples of each task, which may be of one cell.",
+            help="Run N samples of each task, spread over its lengths and depths.",
             key="eval.limit",
         ),
     ] = None

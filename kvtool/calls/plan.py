@@ -26,6 +26,7 @@ from kvtool.errors import UsageError, quote
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
+from kvtool.planning.evidence import default_allocator
 from kvtool.policies.allocate.curves import Curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.policies.allocate.uniform import Uniform
@@ -332,7 +333,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     profile = _read_profile(settings.profile)
     policy = policy_to_plan(settings)
     splits = profile is not None and (policy is None or policy.takes_budget)
-    allocator = _allocator(settings, profile if splits else None)
+    allocator = _allocator(settings, profile if splits else None, policy)
     least = settings.min_tokens
     least = None if least is None else positive(least, "--min-tokens")
     check_transformers()
@@ -412,10 +413,12 @@ def _ways(
     )
 
 
-def _allocator(settings: PlanSettings, profile: ProfileDocument | None) -> Allocator:
+def _allocator(
+    settings: PlanSettings, profile: ProfileDocument | None, policy: Policy | None
+) -> Allocator:
     """Return the allocator that is asked for, else the one that what is given calls for."""
     if settings.curves is None:
-        return parse_allocator(settings.allocator or ("uniform" if profile is None else "d2o"))
+        return parse_allocator(settings.allocator or default_allocator(profile, policy))
     if settings.allocator not in (None, Curves.name):
         raise UsageError(
             f"--curves splits the budget, and so does --allocator {settings.allocator}",

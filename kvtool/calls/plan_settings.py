@@ -1,4 +1,4 @@
-"""What a plan is asked for: its target, the lengths it is for, and what is known of the model."""
+"""The settings of a plan: its target, the lengths that it is for, and facts about the model."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class PlanSettings(ModelSettings):
         Flag(
             "--allocator",
             metavar="NAME",
-            help=f"{', '.join(ALLOCATORS)}; over KV heads: optimal(heads=true).  [default: d2o "
-            "with a profile, else uniform]",
+            help=f"{', '.join(ALLOCATORS)}; over KV heads: optimal(heads=true).  "
+            "[default: optimal with a profile of answer_loss, d2o with another, else uniform]",
         ),
     ] = None
     curves: Annotated[

@@ -15,6 +15,7 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES
 from kvtool.models.folder import REFERENCE
+from kvtool.report.words import score_in_words
 from kvtool.sizes import DEFAULT_NEW_TOKENS, bytes_in_words
 
 if TYPE_CHECKING:
@@ -90,8 +91,6 @@ def reasons(
         document: the plan that was made.
         size: bytes that were asked for.
     """
-    from kvtool.report.words import score_in_words
-
     evidence, held = found.evidence, document.planned_bytes or 0
     holds = f"{bytes_in_words(held)} of {bytes_in_words(size)}"
     lines = [f"recommended: {evidence.policy}, {_budget(evidence, document)}; it holds {holds}"]

@@ -1,4 +1,4 @@
-"""What a profile and published curves say of the layers whose budget is to be split."""
+"""Facts about layers for a split of a budget, from a profile and published curves."""
 
 from __future__ import annotations
 
@@ -73,6 +73,19 @@ def evidence(
         return found
     variance = _of(measured, free, metric)
     return found | {"variance": variance, "largest": [profile.data.tokens - 1] * len(variance)}
+
+
+def default_allocator(profile: ProfileDocument | None, policy: Policy | None) -> str:
+    """Return the allocator of a plan whose settings name none.
+
+    It is `optimal` where the profile holds the answer's losses under the policy to plan for, `d2o`
+    with any other profile, and `uniform` without one.
+    """
+    if profile is None:
+        return "uniform"
+    losses = profile.metrics.answer_loss
+    measured = losses is not None and (policy is None or losses.policy == str(policy))
+    return "optimal" if measured else "d2o"
 
 
 def _of(values: Sequence[Any], free: Sequence[int], metric: str) -> list[Any]:

@@ -60,7 +60,7 @@ SETUPS = {
     ),
     "smollm2": Setup(
         "smollm2",
-        "bfloat16",
+        "float32",
         "keydiff",
         (256,),
         {
@@ -139,7 +139,7 @@ def main() -> None:
     setup = SETUPS[name]
     most = int(more[0]) if more else 200
     out, last = HERE / "results" / f"{name}.json", list(variants(name, setup))[-1]
-    results = known(out)
+    results = known(out, setup)
     cells = [each for tasks in results.values() for each in tasks.values()]
     whole = len(cells) == 2 * len(setup.tasks)  # both questions of every task
     first = min(len(each.get(last, [])) for each in cells) if whole else 0
@@ -150,27 +150,28 @@ def main() -> None:
         cell = results.setdefault(question, {}).setdefault(task, {})
         cell.setdefault(variant, []).append(round(found, 4))
         if variant == last:
-            lines = json.dumps({"environment": environment(), "results": results})
+            lines = json.dumps({"environment": environment(setup), "results": results})
             out.write_text(lines.replace("]}", "]}\n").replace("], ", "],\n") + "\n")
     sys.stderr.write(f"wrote {out}\n")
 
 
-def known(path: Path) -> dict[str, dict[str, dict[str, list[float]]]]:
+def known(path: Path, setup: Setup) -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return what a run of this version has found, if one was broken off."""
     if not path.exists():
         return {}
     run = json.loads(path.read_text())
-    same = {**run["environment"], "date": None} == {**environment(), "date": None}
+    same = {**run["environment"], "date": None} == {**environment(setup), "date": None}
     return run["results"] if same else {}
 
 
-def environment() -> dict[str, str]:
+def environment(setup: Setup) -> dict[str, str]:
     """Say what it ran on."""
     import kvtool
 
     return {
         "kvtool": kvtool.__version__,
         "torch": torch.__version__,
+        "dtype": setup.dtype,
         "threads": str(torch.get_num_threads()),
         "date": datetime.now(UTC).date().isoformat(),
     }

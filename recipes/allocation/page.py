@@ -30,10 +30,10 @@ a model if some are above and none is below.
 {said}
 
 """
-ENOUGH = 200  # texts of a cell
 SAID = (
-    "A plan from a profile splits by `d2o` where `--allocator` names no other: the rule of "
-    "`d2o-alloc`, on the attention of the profile's texts in place of the prompt's."
+    "A plan splits by `optimal` where its profile holds `answer_loss` of the policy. With any "
+    "other profile it splits by `d2o`: the rule of `d2o-alloc`, on the attention of the profile's "
+    "texts in place of the prompt's."
 )
 TAIL = """## The plans
 
@@ -47,7 +47,7 @@ The profiles of both models read eight texts of the built-in haystack, with a qu
 answer. Of the comparison's 200 needles for the bundled model, two may be among these eight. For
 SmolLM2 the haystack is another one: novels by Jane Austen, in which codes have four digits in place
 of seven. Its profile has the shares 1/16, 1/8, 1/4 and 1/2 (`-m smollm2 --dtype bfloat16 -p
-keydiff`). The runs were broken off, so cells have few texts.
+keydiff`).
 
 ```bash
 kvtool profile --metrics answer_loss --data niah -p h2o --budgets 32,64,128,256,512 -o profile.yaml
@@ -70,15 +70,13 @@ TITLES = {
 def page(folder: Path) -> str:
     """Return the page as text, from the results and plans of a folder."""
     parts, plans = [HEAD], []
-    counts, few = list[dict[str, tuple[int, int, int]]](), False
+    counts = list[dict[str, tuple[int, int, int]]]()
     for name, title in TITLES.items():
         run = json.loads((folder / "results" / f"{name}.json").read_text())
         parts.append(_section(title, run["results"], run["environment"]))
         counts.append(_counts(run["results"]))
-        tasks = [cells for each in run["results"].values() for cells in each.values()]
-        few = few or any(len(found) < ENOUGH for cells in tasks for found in cells.values())
         plans += [_plan(path) for path in sorted((folder / "plans").glob(f"{name}-answer_loss-*"))]
-    return "".join([*parts, _default(counts, few)]) + TAIL.replace("{plans}", "".join(plans))
+    return "".join([*parts, _default(counts)]) + TAIL.replace("{plans}", "".join(plans))
 
 
 def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
@@ -98,7 +96,7 @@ def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-def _default(counts: list[dict[str, tuple[int, int, int]]], few: bool) -> str:
+def _default(counts: list[dict[str, tuple[int, int, int]]]) -> str:
     """Say which allocators win on both models, and what the default is."""
     rows, winners = "", []
     for name in counts[0]:
@@ -108,10 +106,8 @@ def _default(counts: list[dict[str, tuple[int, int, int]]], few: bool) -> str:
         if all(above > 0 and below == 0 for above, below, _ in own):
             winners.append(f"`{name}`")
     said = [f"{', '.join(winners)} wins on both models.", SAID]
-    if few:
-        said.insert(1, f"Before the default changes, each cell is to have {ENOUGH} texts.")
     if not winners:
-        said = ["No allocator wins on both models, so the default stays as it is.", SAID]
+        said = ["No allocator wins on both models.", SAID]
     worse = [
         f"{own['d2o-alloc'][1]} of {own['d2o-alloc'][2]} cells of {title}"
         for own, title in zip(counts, TITLES.values(), strict=True)

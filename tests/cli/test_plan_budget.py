@@ -196,6 +196,21 @@ def test_the_loss_of_a_plan_is_told_and_written(kvtool):
     assert even["predicted_loss"]["planned"] == pytest.approx(equal)
 
 
+@pytest.mark.parametrize(
+    ("policy", "allocator"), [(("-p", "h2o"), "optimal"), ((), "optimal"), (("-p", "roco"), "d2o")]
+)
+def test_losses_of_the_policy_split_a_budget_unless_another_way_is_asked_for(
+    kvtool, policy, allocator
+):
+    Path("lossy.yaml").write_text(lossy().to_yaml())
+    plan = planned(kvtool, "lossy.yaml", "-b", "200", *policy)
+    assert plan["layers"]["allocator"] == allocator
+    asked = planned(kvtool, "lossy.yaml", "-b", "200", *policy, "--allocator", allocator)
+    assert asked == plan
+    even = planned(kvtool, "lossy.yaml", "-b", "200", *policy, "--allocator", "uniform")
+    assert even["layers"]["tokens"] == [200] * 4
+
+
 READER = [[[0.01, 0.0], [0.01, 0.0]]] * 2 + [[[0.1, 0.05], [3.0, 2.0]]] + [[[0.02, 0.01]] * 2]
 """Losses of KV heads at 64 and 256 tokens; one head of the third layer is the one that matters."""
 
