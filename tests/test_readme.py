@@ -249,17 +249,26 @@ def test_evaluations_are_understood(command, folder, monkeypatch):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
-def test_python_blocks_run(page, folder, monkeypatch):
+def test_python_blocks_run(page, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
+    chatting = folder / "chatting"  # of a hub's model, which has a chat template
+    shutil.copytree(shipped(), chatting)
+    (chatting / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }} {% endfor %}"
+    )
     names = {}
     for block in blocks(page, "python"):
-        code = re.sub(r'"(Qwen/[^"]+|path/to/model)"', repr(str(shipped())), block)
+        code = re.sub(r'"Qwen/[^"]+"', repr(str(chatting)), block)
+        code = code.replace('"path/to/model"', repr(str(shipped())))
         exec(compile(code, name_of(page), "exec"), names)
+    if page == FIRST:  # an answer alone, without the book
+        answer = capsys.readouterr().out
+        assert 0 < len(answer) < 4000 < len((folder / "book.txt").read_text())
 
 
 @pytest.mark.exhaustive
-def test_a_chat_of_100k_tokens_in_5_gib_is_what_its_dry_run_says(folder, monkeypatch, capsys):
-    """The chat runs the first way that the plan lists, which fits."""
+def test_a_chat_of_100k_tokens_in_16_gib_is_what_its_plan_says(folder, monkeypatch, capsys):
+    """The chat runs a way that the plan lists, which fits beside weights of 4 bits."""
     session = next(block for block in blocks(FIRST, "console") if LLAMA in block)
     plan_line, chat_line = (line[2:] for line in session.splitlines() if line.startswith("$ "))
     printed = "".join(line for line in session.splitlines(True) if not line.startswith("$ "))
@@ -269,18 +278,16 @@ def test_a_chat_of_100k_tokens_in_5_gib_is_what_its_dry_run_says(folder, monkeyp
     plan_words = shlex.split(with_local_model(plan_line).split(" | ")[0])[1:]
     assert main([*plan_words[: plan_words.index("-f")], "-f", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    first = plan["ways"][0]
+    way = next(each for each in plan["ways"] if each["policy"] == "full+int4")
     chat_words = shlex.split(with_local_model(chat_line))[1:]
-    assert main([*chat_words, "--dry-run", "-q", "-f", "json"]) == 0
-    chat = json.loads(capsys.readouterr().out)
-    assert chat["policy"] == first["policy"] == "full+int4"
-    assert " ".join(first["command"].split()[1:-1]) == " ".join(chat_words[:-3])
-    assert len(chat["turns"]) == len(CHAT)
+    assert set(way["command"].split()[1:-1]) == set(chat_words[:-3])
     assert plan["target"]["context"] == 100 * 1024
-    assert first["bytes"] <= 5 * 2**30 == plan["target"]["bytes"]
+    assert way["peak"]["block"] <= 16 * 2**30
+    assert "--memory 16GiB --weights 4bit" in plan_line
     full = 2 * 32 * 8 * 128 * 2 * 100 * 1024  # keys and values in bfloat16
     assert full == 12.5 * 2**30
-    assert first["share_of_full"] == pytest.approx(first["bytes"] / full)
+    assert "100K tokens with Llama-3.1-8B that\nis 12.5 GiB" in TEXT[FIRST]
+    assert way["share_of_full"] == pytest.approx(way["bytes"] / full)
 
 
 def test_the_sessions_were_found():
@@ -296,13 +303,13 @@ def test_the_first_page_is_short_and_begins_with_a_picture_and_the_two_commands(
     assert len(rows) > 40
     assert len(lines) - len(rows) <= 156
     for command in (
-        "pip install -c constraints.txt -e . && kvtool generate --policy h2o+caote",
+        "pip install -c constraints.txt -e . && kvtool generate -p h2o+caote",
         "pip install -c constraints.txt -e '.[test]' && pytest",
     ):
         assert lines.count(command) == 1
-        assert lines.index(command) < 30
+        assert lines.index(command) < 20
     picture = lines.index("<picture>")
-    assert picture < 10
+    assert picture < 22
     for name in re.findall(r'src(?:set)?="([^"]+)"', "\n".join(lines[picture : picture + 4])):
         assert (ROOT / name).is_file()
 

@@ -1,20 +1,18 @@
-"""The picture of the first page is the one that its recipe's results give."""
+"""Picture, table and numbers of the first page are those of the real model's results."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "first-page"
-RESULTS = json.loads((FOLDER / "results.json").read_text(encoding="utf-8"))
+PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -27,75 +25,94 @@ def drawing():
     del sys.modules[spec.name]
 
 
+@pytest.fixture
+def found(drawing) -> dict:
+    """Results by panel and variant."""
+    return {
+        name: {result["arm"]: result for result in results["results"]}
+        for name, results in drawing.read_results().items()
+    }
+
+
 @pytest.mark.parametrize("name", ["light", "dark"])
 def test_the_picture_is_what_its_results_give(drawing, name, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["draw.py", str(FOLDER / "results.json"), str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["draw.py", str(tmp_path)])
     drawing.main()
     assert (tmp_path / f"{name}.svg").read_bytes() == (FOLDER / f"{name}.svg").read_bytes()
 
 
-def test_the_results_are_those_of_the_recipe():
-    recipe = yaml.safe_load((FOLDER.parent / "first-page.yaml").read_text(encoding="utf-8"))
-    arms = {(arm["policy"], arm["budget"]) for arm in RESULTS["arms"]}
-    swept = {
-        (policy, tokens) for policy in recipe["policy"] for tokens in recipe["budget"]["tokens"]
-    }
-    assert arms == swept | {("full", None)}
-    assert RESULTS["complete"]
-    assert RESULTS["model"]["id"] == "reference"
-    task = recipe["eval"]["tasks"][0]
-    for result in RESULTS["results"]:
-        assert result["task"] == task["task"]
-        assert result["n"] == task["depths"] * task["samples"]
-        assert result["settings"]["lengths"] == [1024]
+def test_a_point_is_where_its_score_and_bytes_are(drawing, found):
+    """Worked by hand: the panels begin at 58 and 422, and are 314 wide and 202 high, above 264.
 
-
-def test_a_point_stands_where_its_score_and_bytes_are(drawing):
-    """Worked by hand: the panel's left and lower edges are 64 and 276, it is 456 wide, 232 high.
-
-    The x axis runs from 5 % to 112 %: the full cache is at ln 20 / ln 22.4 = 0.9635 of it.
+    The x axis runs from 10 % to 120 %: the full cache is at ln 10 / ln 12 = 0.9266 of it.
     """
-    by_arm = {result["arm"]: result for result in RESULTS["results"]}
-    points = drawing.read_points(RESULTS)["h2o"]
-    for point, tokens in zip(points, (64, 128, 256, 512), strict=True):
-        result = by_arm[f"h2o@{tokens}"]
-        cost = result["cost"]
-        assert point.score == result["value"]
-        assert point.share == (cost["kv_bytes"] + cost["state_bytes"]) / cost["full_bytes"]
-    picture = drawing.draw(RESULTS, drawing.THEMES["light"])
-    assert '<circle cx="503.4" cy="44.0"' in picture  # 64 + 0.9635 * 456; a score of 1
-    x = 64 + 456 * math.log(points[0].share / 0.05) / math.log(22.4)
-    found = re.findall(r'translate\(([\d.]+) ([\d.]+)\)" d="([^"]+)"', picture)
-    places = [(float(x), float(y)) for x, y, _ in found]
-    assert any(spot == pytest.approx((x, 276 - 232 * points[0].score), abs=0.06) for spot in places)
-    assert len({shape for _, _, shape in found}) == 5  # a marker for each policy
+    picture = drawing.draw(drawing.read_results(), drawing.THEMES["light"])
+    for left, full in ((58, "349.0"), (422, "713.0")):
+        assert f'<circle cx="{left + 314 * math.log(10) / math.log(12):.1f}"' in picture
+        assert f'<circle cx="{full}" cy="70.1"' in picture  # 264 - 0.96 * 202
+    marks = re.findall(r'translate\(([\d.]+) ([\d.]+)\)" d="([^"]+)"', picture)
+    places = [(float(x), float(y)) for x, y, _ in marks]
+    for left, name in ((58, "known"), (422, "later")):
+        for arm in ("keydiff@128", "kvzip@512", "full+int4"):
+            share = drawing.held_bytes(found[name][arm]) / drawing.held_bytes(found[name]["full"])
+            x = left + 314 * math.log(share / 0.1) / math.log(12)
+            spot = pytest.approx((x, 264 - 202 * found[name][arm]["value"]), abs=0.06)
+            assert any(place == spot for place in places)
+    assert len({shape for _, _, shape in marks}) == len(drawing.SERIES)  # a marker for each
 
 
-def test_whiskers_are_95_percent_intervals(drawing):
-    """As in reports: that of the paired difference, upon the full cache's score of 1."""
-    first = drawing.read_points(RESULTS)["h2o"][0]
-    pair = next(each for each in RESULTS["results"] if each["arm"] == "h2o@64")["paired"]
-    assert (first.low, first.high) == (1 + pair["low"], 1 + pair["high"])
+def test_all_points_are_in_the_panels(drawing):
+    for results in drawing.read_results().values():
+        for points in drawing.read_points(results).values():
+            assert points
+            for point in points:
+                assert drawing.LEAST < point.share < drawing.MOST
+                assert 0 <= point.low <= point.score <= point.high <= 1
+
+
+def test_whiskers_are_95_percent_intervals(drawing, found):
+    """As in reports: that of the paired difference, upon the full cache's score."""
+    first = drawing.read_points(drawing.read_results()["known"])["keydiff"][0]
+    pair = found["known"]["keydiff@128"]["paired"]
+    assert (first.low, first.high) == (0.96 + pair["low"], 0.96 + pair["high"])
     assert first.low < first.score < first.high
 
 
-def test_the_first_page_tells_these_results():
-    page = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    told = re.search(
-        r"budget of (\d+) tokens, about (\d+) % of the memory, `h2o` answers (\d+) % and `roco` "
-        r"(\d+) %\. `h2o\+calidrop` answers (\d+) %: .* decodes at ([\d.]+) times the speed",
+def variant(policy: str, budget: int) -> str:
+    return policy if policy.startswith("full") else f"{policy}@{budget}"
+
+
+def test_the_table_of_the_first_page_has_these_results(drawing, found):
+    """A row: memory at 256 tokens, then codes found at 256 and 512, known and later."""
+    section = PAGE.split("## Which policy when")[1].split("\n## ")[0]
+    cells = r"([\d/]+)"
+    rows = re.findall(rf"^\| `(\S+)` \| .* \| (\d+) % \| {cells} \| {cells} \|$", section, re.M)
+    assert len(rows) >= 9
+    for policy, share, *shown in rows:
+        known = found["known"]
+        held = drawing.held_bytes(known[variant(policy, 256)]) / drawing.held_bytes(known["full"])
+        assert float(share) == round(100 * held)
+        for name, cell in zip(("known", "later"), shown, strict=True):
+            scores = [found[name][variant(policy, budget)]["value"] for budget in (256, 512)]
+            scores = scores[:1] if policy.startswith("full") else scores  # takes no budget
+            assert cell == "/".join(f"{100 * score:.0f}" for score in scores)
+
+
+def test_the_caption_has_these_results(drawing, found):
+    page = " ".join(PAGE.split())
+    numbers = re.search(
+        r"`full\+int4` keeps every token in 4 bits: (\d+) % of the memory, (\d+) % of the codes "
+        r"\(full cache: (\d+) %\).*with 256 of 1024 tokens, `snapkv` finds (\d+) % if the question "
+        r"is known while it evicts, and (\d+) % if it comes later",
         page,
     )
-    tokens, share, h2o, roco, calidrop, speed = (float(number) for number in told.groups())
-    found = {result["arm"]: result for result in RESULTS["results"]}
-    at = {name: found[f"{name}@{tokens:.0f}"] for name in ("h2o", "roco", "h2o+calidrop")}
-    assert [round(100 * at[name]["value"]) for name in at] == [h2o, roco, calidrop]
-    for result in at.values():
-        cost = result["cost"]
-        held = (cost["kv_bytes"] + cost["state_bytes"]) / cost["full_bytes"]
-        assert 100 * held == pytest.approx(share, abs=1.5)
-    rates = [
-        found[arm]["cost"]["decode_tokens_per_s"] for arm in (f"h2o+calidrop@{tokens:.0f}", "full")
-    ]
-    assert rates[0] / rates[1] == pytest.approx(speed, abs=0.05)
-    assert f"{found['full']['n']} hidden codes a point" in page
+    share, int4, full, known, later = (int(number) for number in numbers.groups())
+    arms = found["known"]
+    held = drawing.held_bytes(arms["full+int4"]) / drawing.held_bytes(arms["full"])
+    assert share == round(100 * held)
+    assert int4 == 100 * arms["full+int4"]["value"]
+    assert full == 100 * arms["full"]["value"]
+    assert known == 100 * arms["snapkv@256"]["value"]
+    assert later == 100 * found["later"]["snapkv@256"]["value"]
+    assert {result["n"] for each in found.values() for result in each.values()} == {100}
+    assert "100 texts a point" in page
