@@ -1,8 +1,8 @@
-import gc
 import io
 import json
 import sys
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from kvtool.documents.source import DocumentError, Source, check_kind, read_source
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.errors import UsageError
+from tests.growth import assert_time_grows_with_size
 
 
 def problems(text):
@@ -495,22 +496,18 @@ def test_twenty_mistakes_are_told_and_the_number_of_the_rest():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["json", "yaml"])
 def test_time_grows_with_the_number_of_mistakes_not_with_its_square(form):
-    taken = {2000: [], 32_000: []}
-    gc.collect()
-    gc.freeze()  # a worker's other objects are not looked at again and again
-    for count in (*taken, *taken, *taken):
-        lines = [f'"key_{i}": {i}' for i in range(count)]
-        text = "{" + ",\n".join(lines) + "}" if form == "json" else "\n".join(lines)
-        source = Source.parse(text, "a")
-        start = time.process_time()
+    def refused(count, source):
         with pytest.raises(DocumentError) as caught:
             source.validate(Small)
         caught.value.report()
         assert str(caught.value).endswith(f"(and {count - 1} more)")
-        taken[count].append(time.process_time() - start)
-    gc.unfreeze()
-    few, many = map(min, taken.values())
-    assert many < 120 * few + 0.2, "16 times as many take 256 times as long as squares do"
+
+    def make(count):
+        lines = [f'"key_{i}": {i}' for i in range(count)]
+        text = "{" + ",\n".join(lines) + "}" if form == "json" else "\n".join(lines)
+        return partial(refused, count, Source.parse(text, "a"))
+
+    assert_time_grows_with_size(make)
 
 
 def test_long_keys_and_values_are_cut_in_messages():

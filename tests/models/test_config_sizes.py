@@ -99,10 +99,10 @@ def test_both_readers_refuse_alike_and_at_once(read, family, tmp_path):
     data = json.loads((tmp_path / "config.json").read_text())
     layers = "n_layer" if family == "gpt2" else "num_hidden_layers"
     (tmp_path / "config.json").write_text(json.dumps(data | {layers: 10**7}))
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(kvtool.KvtoolError, match=f"gives {layers} as `10000000`"):
         read(str(tmp_path))
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])

@@ -110,8 +110,8 @@ def test_a_kernel_wider_than_the_text_is_one_as_wide_as_it():
     ids=lambda text: f"{text[:9]} {len(text)}",
 )
 def test_a_policy_of_any_length_is_refused_at_once(text):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UsageError) as caught:
         parse_policy(text)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert len(str(caught.value)) < 2000
