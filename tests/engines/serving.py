@@ -96,13 +96,21 @@ def serving(*, note=lambda text: None, **settings) -> Iterator[Server]:
 
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, Server]]:
-    """Serve in a process of its own."""
+    """Serve in a process of its own.
+
+    Raises:
+        RuntimeError: it ended before it listened; what it wrote.
+    """
     command = [sys.executable, "-m", "kvtool", "serve", "--no-progress", *arguments]
     started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    written = []
     try:
         for line in started.stderr:
             if line.startswith("listening on "):
                 break
+            written.append(line)
+        else:
+            raise RuntimeError(f"the server ended before it listened: {''.join(written[-5:])}")
         threading.Thread(target=started.stderr.read, daemon=True).start()
         yield started, Server(line.split()[-1])
     finally:
