@@ -15,6 +15,7 @@ Merged keys mix the rotations of different positions, as in the paper; `merge=v`
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SELF = math.e  # exp of a token's similarity to itself
-_CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time
+_CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time, on a CPU
+_PAIRS = 2**24  # similarities held at a time elsewhere, where launching takes longer than comparing
 _EPSILON = 1e-8
 
 
@@ -128,14 +130,18 @@ def merge_many(
     total = torch.zeros(kept.shape[:3], dtype=torch.float32, device=kept.device).scatter_add_(
         2, target, weight
     )
-    for place, to, amount in _chunks(evicted, target, weight):
+    for place, to, amount in _chunks(kept, evicted, target, weight):
         token = take(source, place).float()
         share.scatter_add_(2, to[..., None].expand_as(token), token.mul_(amount[..., None]))
     kept.copy_(torch.where(total[..., None] > 0, blend(kept, share, total), kept))
 
 
-def _chunks(*tensors: Tensor):
-    return zip(*(tensor.split(_CHUNK, -1) for tensor in tensors), strict=True)
+def _chunks(kept: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split what is of evicted tokens into as many as are merged into `kept` at a time."""
+    count = _CHUNK
+    if kept.device.type != "cpu":
+        count = max(count, _PAIRS // max(1, math.prod(kept.shape[:-1])))
+    return zip(*(tensor.split(count, -1) for tensor in tensors), strict=True)
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class D2OMerge(Merging):
         unit = functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
         parts = [
             _nearest(take(keys, place), unit, eviction.kept_positions)
-            for place in evicted.split(_CHUNK, -1)
+            for (place,) in _chunks(unit, evicted)
         ]
         similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))
         valid = eviction.evicted_positions >= 0

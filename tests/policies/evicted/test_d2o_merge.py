@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kvtool.policies.evicted import d2o_merge
 from kvtool.policies.evicted.d2o_merge import (
     D2OMerge,
     merge_many,
@@ -160,3 +161,20 @@ def test_bfloat16_is_averaged_in_float32():
     evicted = torch.arange(600)[None, None]
     merge_many(kept, source, evicted, torch.zeros_like(evicted), torch.full(evicted.shape, math.e))
     assert kept[0, 0, 0, 0].item() == pytest.approx((256 + 600) / 601, rel=0.01)
+
+
+def test_how_many_are_merged_at_a_time_changes_nothing(monkeypatch):
+    generator = torch.Generator().manual_seed(1)
+    keys, values = torch.randn(2, 12, 2, generator=generator).tolist()
+    whole = absorb(keys, values)
+    monkeypatch.setattr(d2o_merge, "_CHUNK", 5)
+    for own, other in zip(absorb(keys, values), whole, strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_a_gpu_merges_more_at_a_time_in_bounded_memory():
+    kept = torch.empty(1, 8, 1024, 128, device="meta")
+    evicted = torch.empty(1, 8, 15_360, device="meta")
+    counts = [part.shape[-1] for (part,) in d2o_merge._chunks(kept, evicted)]
+    assert sum(counts) == 15_360
+    assert max(counts) * 8 * 1024 == d2o_merge._PAIRS

@@ -62,7 +62,7 @@ def test_ties_go_to_the_lower_position():
 
 @pytest.mark.parametrize("last", [-1, 0, 1])
 def test_runs_of_equal_scores_tie_whatever_their_lengths(last):
-    """A mean of equal scores is that score, to the last bit: rows of a batch keep the same."""
+    """A mean of equal scores is that score, to the last bit: entries of a batch keep the same."""
     score = torch.tensor(1.9351680278778076).view(torch.int32).add_(last).view(torch.float32)
     for short in range(1, 20):
         scores = score.expand(1, 20 + short)
