@@ -299,9 +299,7 @@ def test_the_sessions_were_found():
 
 def test_the_first_page_is_short_and_begins_with_a_picture_and_the_two_commands():
     lines = TEXT[FIRST].splitlines()
-    rows = [line for line in lines if re.match(r"\| `\+?[^`]+` \| ", line)]  # one a policy
-    assert len(rows) > 40
-    assert len(lines) - len(rows) <= 156
+    assert len(lines) <= 200
     for command in (
         "pip install -c constraints.txt -e . && kvtool generate -p h2o+caote",
         "pip install -c constraints.txt -e '.[test]' && pytest",
@@ -331,7 +329,7 @@ def test_links_lead_somewhere(page):
 def test_every_policy_has_a_row(name):
     mark = f"`{name}`" if name in BASES else f"`+{name}`"
     summary = next(entry.summary for entry in describe() if entry.name == name)
-    assert f"\n| {mark} | {summary} |" in TEXT[FIRST]
+    assert (f"\n| {mark} | {summary} |" if name in BASES else mark) in TEXT[FIRST]
     table = TEXT[ROOT / "kvtool" / "policies" / "README.md"]
     rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     assert any(mark in row for row in rows)

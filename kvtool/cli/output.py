@@ -43,12 +43,24 @@ def write_shown(document: ShownDocument, options: OutputSettings, terminal: Term
 def write_configuration(configuration: Any, options: OutputSettings, terminal: Terminal) -> None:
     """Print what a command would do: JSON if asked for, YAML else; say what memory it would take.
 
+    A person at a terminal reads of the memory of one run in words alone.
+
     Args:
         configuration: dictionaries, lists, scalars, and sections of documents.
     """
     from kvtool.documents.document import Section
     from kvtool.documents.memory import RunMemory, UnknownMemory
     from kvtool.documents.yaml_writer import dump_yaml
+
+    form = options.choose_format("yaml")
+    several = isinstance(configuration, list)
+    parts = configuration if several else [configuration]
+    memories = [part.get("memory") for part in parts]
+    if form == "yaml" and terminal.interactive and not terminal.quiet:
+        told = RunMemory, UnknownMemory
+        parts = [
+            {key: part[key] for key in part if not isinstance(part[key], told)} for part in parts
+        ]
 
     def plain(value: Any) -> Any:
         if isinstance(value, Section):
@@ -59,17 +71,16 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
             return None
         return [plain(inner) for inner in value] if isinstance(value, list) else value
 
-    parts = configuration if isinstance(configuration, list) else [configuration]
-    if options.choose_format("yaml") == "json":
-        text = json.dumps(plain(configuration), indent=2, ensure_ascii=False) + "\n"
+    data = plain(parts if several else parts[0])
+    if form == "json":
+        text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     else:
-        sections = [] if parts is configuration else configuration.items()
+        sections = [] if several else parts[0].items()
         sections = [(key, value) for key, value in sections if isinstance(value, Section)]
         units = {(key, *path): unit for key, value in sections for path, unit in value.units()}
-        text = dump_yaml(plain(configuration), units)
+        text = dump_yaml(data, units)
     terminal.write(text)
-    for part in parts:
-        memory = part.get("memory", False)
+    for memory in memories:
         if isinstance(memory, RunMemory):
             for line in memory.plan or [memory.in_words()]:
                 terminal.note(line)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import kvtool
 from kvtool.cache.slots.ragged import _bins
@@ -276,3 +278,14 @@ def test_lanes_of_like_size_share_a_store():
     assert _bins(range(3), [8, 1, 4]) == [[0, 1, 2]]
     assert _bins(range(2), [1000, 10]) == [[0], [1]]
     assert _bins([0, 2], [8, 1, 4]) == [[0, 2]]
+
+
+@given(st.lists(st.integers(0, 3000), min_size=1, max_size=12), st.booleans())
+def test_lanes_that_share_a_store_take_a_seventh_more_at_most_and_nothing_where_it_is_exact(
+    needs, exact
+):
+    for lanes in _bins(range(len(needs)), needs, exact):
+        width = max(needs[lane] for lane in lanes)
+        for lane in lanes:
+            more = 0 if exact else max(needs[lane] / 7, 8)
+            assert width <= needs[lane] + more

@@ -234,3 +234,14 @@ def test_no_weights_are_loaded(kvtool, monkeypatch):
     assert foretold(kvtool, "generate", "--prompt", prompt, "-p", "h2o")["weights_bytes"] > 0
     given = ("-p", "h2o", "-b", "64", "--save", "a.st")
     assert foretold(kvtool, "compress", "--prompt", prompt, *given)["weights_bytes"] > 0
+
+
+@pytest.mark.parametrize("command", ["generate", "compress"])
+def test_a_terminal_is_told_of_the_memory_once_in_words(at_terminal, command):
+    own = ["--save", "a.kv.safetensors"] if command == "compress" else []
+    arguments = [command, "-p", "h2o", "-b", "16", "--prompt", "x", *own, "--dry-run"]
+    done = at_terminal(*arguments)
+    assert done.code == 0
+    assert "memory" not in done.out
+    assert done.err.count("memory: fits, ") == 1
+    assert "peak_bytes: " in at_terminal(*arguments, "-q").out
