@@ -104,8 +104,9 @@ class Cost(Section):
     most key and value bytes at a time, `peak_memory_bytes` the growth of the process's (or the
     GPU's) memory, both the largest over samples. The growth is None where the system does not
     report it or variants read a prompt together; `prefill_s` is then the time of all of them.
-    `evicted_share` is the share of samples in which anything was evicted. Earlier runs lack
-    `allocated_bytes`, `kept_per_layer` and `evicted_share`.
+    `evicted_share` is the share of samples in which anything was evicted, `host_bytes` are those of
+    evicted tokens in host memory. Earlier runs lack these two, `allocated_bytes` and
+    `kept_per_layer`.
     """
 
     prompt_tokens: NonNegativeFloat
@@ -125,6 +126,7 @@ class Cost(Section):
     allocated_bytes: NonNegativeFloat | None = None
     kept_per_layer: list[NonNegativeFloat] = Field(default_factory=list)
     evicted_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    host_bytes: NonNegativeFloat | None = None
 
     @property
     def held_bytes(self) -> float:
@@ -336,7 +338,7 @@ class SamplesDocument(Document):
     tasks: list[TaskSamples]
 
 
-_LATER = ("allocated_bytes", "kept_per_layer", "evicted")
+_LATER = ("allocated_bytes", "kept_per_layer", "evicted", "host_bytes")
 
 
 class SampleCost(BaseModel):
@@ -363,6 +365,7 @@ class SampleCost(BaseModel):
     allocated_bytes: Amount | None = None
     kept_per_layer: list[Amount] | None = None
     evicted: bool | None = None
+    host_bytes: Amount | None = None
 
     @model_validator(mode="after")
     def _all_bytes_or_none(self) -> SampleCost:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,8 @@ def cost_figure(document: ResultsDocument) -> Figure:
     """Return a bar per variant for bytes, prefill and decode speed, grouped by policy.
 
     Bytes are a share of what a full cache would hold in the same samples; the policy's own state
-    is hatched. Speeds are multiples of the full variant's, left out without one.
+    is hatched, evicted tokens in host memory are dotted. Speeds are multiples of the full
+    variant's, left out without one.
     """
     spent = spent_by_variant(document)
     bars = _bars(document, spent)
@@ -71,20 +72,31 @@ def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
     for bar in bars:
         cost = spent[bar.variant.name]
         panel.barh(bar.place, cost.kv_share, color=bar.colour, height=0.8)
-        panel.barh(
-            bar.place,
-            cost.state_share,
-            left=cost.kv_share,
-            height=0.8,
-            facecolor="white",
-            edgecolor=bar.colour,
-            hatch="//////",
-            linewidth=0.0 if cost.state_share == 0 else 0.8,
-        )
-        _tell(panel, bar, cost.kv_share + cost.state_share, formats.share)
+        held = cost.kv_share + cost.state_share
+        _outlined(panel, bar, cost.kv_share, cost.state_share, "//////")
+        host = ""
+        if cost.host_share:
+            _outlined(panel, bar, held, cost.host_share, "....")
+            host = f" + {formats.share(cost.host_share)}"
+        _tell(panel, bar, held + cost.host_share, formats.share(held) + host)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    panel.set_title("K/V bytes, policy state (hatched),\nas a share of a full cache")
+    dotted = ", host memory (dotted)" if any(cost.host_share for cost in spent.values()) else ""
+    panel.set_title(f"K/V bytes, policy state (hatched){dotted},\nas a share of a full cache")
     _finish(panel)
+
+
+def _outlined(panel: Axes, bar: _Bar, left: float, width: float, hatch: str) -> None:
+    """Add what is no key or value to a bar, where there is any."""
+    panel.barh(
+        bar.place,
+        width,
+        left=left,
+        height=0.8,
+        facecolor="white",
+        edgecolor=bar.colour,
+        hatch=hatch,
+        linewidth=0.0 if width == 0 else 0.8,
+    )
 
 
 def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None]) -> None:
@@ -92,13 +104,13 @@ def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None
         value = relative_of[bar.variant.name]
         if value is not None:
             panel.barh(bar.place, value, color=bar.colour, height=0.8)
-            _tell(panel, bar, value, formats.times)
+            _tell(panel, bar, value, formats.times(value))
     _finish(panel)
 
 
-def _tell(panel: Axes, bar: _Bar, value: float, write: Callable[[float], str]) -> None:
+def _tell(panel: Axes, bar: _Bar, value: float, text: str) -> None:
     panel.annotate(
-        write(value),
+        text,
         (value, bar.place),
         xytext=(3, 0),
         textcoords="offset points",

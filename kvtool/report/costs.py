@@ -25,6 +25,7 @@ class Spent:
         kept: tokens of each layer's fullest KV head; empty if a run did not record them.
         written: tokens that the model wrote.
         evicted: share of samples in which anything was evicted; None if a run did not record it.
+        host_bytes: of evicted tokens in host memory; 0 if a run did not record them.
     """
 
     tasks: tuple[str, ...]
@@ -38,6 +39,7 @@ class Spent:
     kept: tuple[float, ...] = ()
     written: float = 0.0
     evicted: float | None = None
+    host_bytes: float = 0.0
 
     @property
     def kv_share(self) -> float:
@@ -54,6 +56,11 @@ class Spent:
     def state_share(self) -> float:
         """The policy's own numbers as a share of the full cache."""
         return self.state_bytes / self.full_bytes if self.full_bytes else math.nan
+
+    @property
+    def host_share(self) -> float:
+        """Evicted tokens in host memory as a share of the full cache."""
+        return self.host_bytes / self.full_bytes if self.full_bytes else math.nan
 
 
 def spent_on(results: list[TaskResult]) -> Spent | None:
@@ -88,6 +95,7 @@ def spent_on(results: list[TaskResult]) -> Spent | None:
         evicted=None
         if any(cost.evicted_share is None for *_, cost in costs)
         else mean(lambda cost: cost.evicted_share or 0.0),
+        host_bytes=mean(lambda cost: cost.host_bytes or 0.0),
     )
 
 

@@ -109,7 +109,8 @@ def held_figure(document: ResultsDocument) -> Figure:
 def _of_what(results: list[TaskResult]) -> str:
     costs = [result.cost for result in results if result.cost is not None]
     filled = any(cost.allocated_bytes is None for cost in costs)  # by an earlier version
-    return f"{'filled slots' if filled else 'buffers'} and policy state"
+    aside = "; without host memory" if any(cost.host_bytes for cost in costs) else ""
+    return f"{'filled slots' if filled else 'buffers'} and policy state{aside}"
 
 
 def _draw(

@@ -14,7 +14,7 @@ from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
-from kvtool.report.costs import LEAST_EVICTED, UNTESTED, is_tested, spent_by_variant
+from kvtool.report.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table
 from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
@@ -332,7 +332,9 @@ def notes(document: ResultsDocument) -> list[str]:
         lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
     if not document.complete:
         lines.append("the run is not complete: samples are missing")
-    if spent_by_variant(document):
+    spent = spent_by_variant(document)
+    lines += _on_host(spent)
+    if spent:
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; held:"
             " their buffers and the policy's own numbers, 4.00x = a quarter of the full cache's;"
@@ -340,6 +342,13 @@ def notes(document: ResultsDocument) -> list[str]:
             " cost is the mean over the samples of all tasks, 1.05x = 1.05 times as fast"
         )
     return lines
+
+
+def _on_host(spent: dict[str, Spent]) -> list[str]:
+    """Say what lies in host memory, where anything does."""
+    parts = [(name, each.host_bytes) for name, each in spent.items() if each.host_bytes]
+    said = ", ".join(f"{name} {formats.size(size)}" for name, size in parts)
+    return [f"evicted tokens in host memory, beside what is held: {said}"] if parts else []
 
 
 def _untested(document: ResultsDocument) -> list[str]:

@@ -6,8 +6,9 @@ from matplotlib.colors import to_hex
 
 from kvtool.report.bars import cost_figure
 from kvtool.report.costs import spent_by_variant
+from kvtool.report.formats import share
 from kvtool.report.panels import drawing, looks
-from tests.report.examples import document
+from tests.report.examples import HOST_BYTES, document, with_host_memory
 
 
 def drawn(run):
@@ -76,3 +77,18 @@ def test_a_speed_that_was_not_measured_has_no_bar():
     _, (_, decode, prefill) = drawn(run.model_copy(update={"results": results}))
     assert "h2o@64" not in decode
     assert "h2o@64" in prefill
+
+
+def test_host_memory_is_dotted_behind_what_is_held():
+    run = with_host_memory(document(("niah",), {"h2o": 1, "snapkv": 1}, (64,)), "h2o@64")
+    spent = spent_by_variant(run)["h2o@64"]
+    assert spent.host_bytes == HOST_BYTES
+    panels, (sizes, *_) = drawn(run)
+    kv, state, host = sizes["h2o@64"]
+    assert host.get_width() == pytest.approx(HOST_BYTES / spent.full_bytes)
+    assert host.get_x() == pytest.approx(kv.get_width() + state.get_width())
+    assert host.get_hatch() == "...."
+    assert len(sizes["snapkv@64"]) == 2
+    shares = f"{share(spent.kv_share + spent.state_share)} + {share(spent.host_share)}"
+    assert shares in [each.get_text() for each in panels[0].texts]
+    assert "host memory (dotted)" in panels[0].get_title()

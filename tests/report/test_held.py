@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 
 from kvtool.report.held import front_of, held_figure, held_points, held_tasks
 from kvtool.report.panels import covered, dodge, drawing, pareto_front
-from tests.report.examples import changed, container, document, line, ppl
+from tests.report.examples import changed, container, document, line, ppl, with_host_memory
 
 
 def panel_of(run, task):
@@ -122,3 +122,9 @@ def test_covered_pieces_are_those_of_two_equal_ends():
     gap = {1: 0.5, 2: None, 4: 0.5}
     assert covered([flat, late, flat, gap]) == [{(1, 2): 1, (2, 4): 2}, {(2, 4): 1}, {}, {}]
     assert covered([]) == []
+
+
+def test_host_memory_is_said_not_to_be_counted():
+    run = with_host_memory(document(("niah",), {"h2o": 1, "snapkv": 1}, (64,)), "h2o@64")
+    label = panel_of(run, "niah").get_xlabel()
+    assert label == "bytes held: buffers and policy state; without host memory"

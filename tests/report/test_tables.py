@@ -7,7 +7,7 @@ from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
 from kvtool.report.colour_scale import colour_at
 from kvtool.report.results_layout import needle_tables, summary_table
-from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl
+from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl, with_host_memory
 
 THREE = ("niah", "ruler/niah_multikey_1", "fidelity")
 
@@ -139,6 +139,13 @@ def test_the_notes_tell_samples_and_queries():
     assert "samples: niah 264, ruler/vt 20" in text
     assert "(query-aware): niah\n" in text
     assert "(query-agnostic): ruler/vt\n" in text
+
+
+def test_the_notes_tell_what_lies_in_host_memory():
+    run = document(("niah",), {"h2o": 1, "snapkv": 1}, (64,))
+    text = printed(summary_table(with_host_memory(run, "h2o@64")), 200)
+    assert "evicted tokens in host memory, beside what is held: h2o@64 512.0 KiB" in text
+    assert "host memory" not in printed(summary_table(run), 200)
 
 
 def test_names_are_not_read_as_markup():

@@ -149,6 +149,7 @@ class Meter:
             "traffic_pairs": report.traffic_pairs,
             "traffic_bytes": report.traffic_bytes,
             "evicted": report.evicted,
+            "host_bytes": report.host_bytes,
         }
         self.bytes = {name: max(value, self.bytes.get(name, 0)) for name, value in now.items()}
         before = self.kept_per_layer or [0] * len(report.kept_per_layer)

@@ -165,6 +165,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
         allocated_bytes=if_all("allocated_bytes"),
         evicted_share=if_all("evicted"),
+        host_bytes=if_all("host_bytes"),
         kept_per_layer=_mean_per_layer([cost.get("kept_per_layer") or [] for cost in costs]),
     )
 

@@ -56,7 +56,7 @@ SAMPLE = Sample(
         Turn(question("tiger"), ("55812",), 9, cue("tiger")),
     ),
 )
-FULL, H2O, SNAPKV = make_variants(["h2o", "snapkv(window=8)"], ["60"])
+FULL, H2O, SNAPKV, CALIDROP = make_variants(["h2o", "snapkv(window=8)", "h2o+calidrop"], ["60"])
 
 
 @dataclass
@@ -94,7 +94,7 @@ def first_turn(sample):
 
 
 def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
-    for arm in (FULL, H2O, SNAPKV):
+    for arm in (FULL, H2O, SNAPKV, CALIDROP):
         bench = Bench(loaded, arm, Protocol())
         (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
         text = SAMPLE.context + question("falcon") + cue("falcon")
@@ -110,6 +110,8 @@ def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
         assert bench.meter.bytes["state_bytes"] == plain.report.state_bytes
         assert bench.meter.bytes["full_bytes"] == plain.report.full_bytes
         assert bench.meter.bytes["allocated_bytes"] == plain.report.allocated_bytes
+        assert bench.meter.bytes["host_bytes"] == plain.report.host_bytes
+        assert (plain.report.host_bytes > 0) == (arm is CALIDROP)
         assert bench.meter.kept_per_layer == plain.report.kept_per_layer
 
 

@@ -102,6 +102,11 @@ def test_held_bytes_are_buffers_and_policy_state_and_layers_have_means():
     fewer = [first, record("no", allocated_bytes=2500, kept_per_layer=[30, 0])]
     cost = task_result(Measured("a", Match(name="t"), fewer, 0, 2, True, "f")).cost
     assert cost.kept_per_layer == []  # one record has another number of layers
+    hosted = [record("yes", host_bytes=100), record("no", host_bytes=300)]
+    assert (
+        task_result(Measured("a", Match(name="t"), hosted, 0, 2, True, "f")).cost.host_bytes == 200
+    )
+    assert mixed.host_bytes is None
     assert mixed.held_bytes == 1000 + 40  # filled slots replace buffers that were not recorded
 
 
