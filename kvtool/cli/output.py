@@ -81,10 +81,17 @@ def write_configuration(configuration: Any, options: OutputSettings, terminal: T
         text = dump_yaml(data, units)
     terminal.write(text)
     for memory in memories:
-        if isinstance(memory, RunMemory):
-            for line in memory.plan or [memory.in_words()]:
-                terminal.note(line)
-        elif isinstance(memory, UnknownMemory):
-            terminal.note(f"memory: unknown, {memory.reason}")
-            if memory.hint is not None:
-                terminal.note(f"hint: {memory.hint}")
+        for line in _memory_lines(memory):
+            terminal.note(line)
+
+
+def _memory_lines(memory: Any) -> list[str]:
+    """Say what memory a run would take, or why that is not known."""
+    from kvtool.documents.memory import RunMemory, UnknownMemory
+
+    if isinstance(memory, RunMemory):
+        return memory.plan or [memory.in_words()]
+    if not isinstance(memory, UnknownMemory):
+        return []
+    hint = [] if memory.hint is None else [f"hint: {memory.hint}"]
+    return [f"memory: unknown, {memory.reason}", *hint]
