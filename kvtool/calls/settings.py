@@ -346,7 +346,7 @@ class GenerationSettings(PromptSettings):
         bool | None,
         Flag(
             "--compile/--no-compile",
-            help="Decode through torch.compile.  [default: from 1024 new tokens on, on CUDA]",
+            help="Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
         ),
     ] = None
 

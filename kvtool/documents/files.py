@@ -277,6 +277,13 @@ def expand(path: str | Path) -> Path:
         ) from None
 
 
+def user_cache() -> Path:
+    """Return the folder of what kvtool may make anew: in `XDG_CACHE_HOME`, else in `~/.cache`."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = Path(given) if os.path.isabs(given) else expand("~/.cache")
+    return home / "kvtool"
+
+
 def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "text") -> bytes:
     """Read a regular file, or what a shell hands over as one (`<(command)`, /dev/stdin).
 

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.files import expand, lock, write_folder, write_text
+from kvtool.documents.files import lock, user_cache, write_folder, write_text
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.gguf import GgufFile
 
@@ -37,9 +37,7 @@ def is_smollm2(model: str) -> bool:
 
 def unpacked() -> Path:
     """Return the folder in the user's cache where the model is once it is unpacked."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    home = Path(given) if os.path.isabs(given) else expand("~/.cache")
-    return home / "kvtool" / NAME
+    return user_cache() / NAME
 
 
 def find_smollm2() -> GgufFile | None:

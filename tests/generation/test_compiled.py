@@ -6,8 +6,12 @@ models make whole graphs that hold from step to step, not the compiler behind th
 
 import gc
 import json
+import os
+import subprocess
+import sys
 import weakref
 from dataclasses import dataclass
+from tempfile import gettempdir
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +24,7 @@ from kvtool.cache.steps.static import stationary
 from kvtool.cli.main import main
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding, pays
+from kvtool.generation.compiled import CompiledDecoding, _keep_compiled, pays
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -395,11 +399,60 @@ def test_compiling_pays_for_long_runs_on_one_cuda_device():
         return SimpleNamespace(device=torch.device(device), hf_device_map=dict(enumerate(parts)))
 
     assert pays(model("cuda"), 2000)
-    assert not pays(model("cuda"), 100)
+    assert not pays(model("cuda"), 1000)
     assert not pays(model("cuda", 0, 1), 2000)
     split = SimpleNamespace(device=torch.device("cuda"), tp_size=2)
     assert not pays(split, 2000)
     assert not pays(model("cpu"), 2000)
+
+
+TWICE = """
+import torch
+from torch._dynamo.utils import counters
+import kvtool
+from kvtool.generation import prefill
+from kvtool.generation.compiled import CompiledDecoding
+from tests.models_for_tests import peaky_model, random_ids
+
+model = kvtool.attach(peaky_model("llama", num_hidden_layers=1))
+cache = kvtool.build_cache(model, "h2o", 16)
+prefill(model, cache, random_ids(40))
+step = CompiledDecoding(model, 4)
+for token in range(4):
+    step(model, cache, torch.tensor([token]))
+assert step.report().compiled_steps >= 2
+print(sum(counters["inductor"][name] for name in ("fxgraph_cache_miss", "fxgraph_cache_bypass")))
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"
+    } | {"XDG_CACHE_HOME": str(tmp_path)}
+    missed = []
+    for _ in range(2):
+        command = [sys.executable, "-c", TWICE]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        missed.append(int(done.stdout))
+    assert missed == [1, 0]
+    assert any((tmp_path / "kvtool" / "compiled").iterdir())
+
+
+def test_a_place_that_the_user_chose_for_compiled_code_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    _keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "kvtool" / "compiled")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor_me")
+    _keep_compiled()  # nothing can be written there
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{gettempdir()}/torchinductor_me"
 
 
 def test_the_command_says_when_nothing_was_compiled(capsys):
