@@ -116,6 +116,7 @@ SMOKE = {
     "serving": "--prompts 4 --length 64 --new 8 --rows 2 --policies h2o",
     "calidrop": "--bases h2o --length 64 --budget 16 --rounds 1",
     "startup": "--runs 1",
+    "steps": "--length 48 --budget 16 --steps 2 --policies h2o quest --threads 1",
     "kvpress": "--seeds 1",
 }
 DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above

@@ -45,7 +45,7 @@ def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
     """
     import torch
 
-    norm, whole = (q.float().abs().sum(-1, keepdim=True) for q in (part, query))
+    norm, whole = (torch.linalg.vector_norm(q.float(), 1, -1, keepdim=True) for q in (part, query))
     return scale * torch.sqrt(whole.clamp(min=_TINY) / norm.clamp(min=_TINY))
 
 

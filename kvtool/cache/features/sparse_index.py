@@ -238,7 +238,7 @@ def _attend_rows(
         if slots is None:
             key, value = entries.candidates(keys), entries.candidates(values)
         else:
-            key, value = take_slots(keys, slots), take_slots(values, slots)
+            key, value = take_slots(slots, keys, values)
         out, pairs = _attend_pairs(call, query, key, value), key[..., 0].numel()
     out = _with_rest(out, grouped, choice.weight, choice.rest)
     rows_and_heads = keys.shape[0] * keys.shape[1]
@@ -270,7 +270,7 @@ def _attend_padded(
         out = attend_chosen(call, call.query, keys, values, slots, padded=True)
     else:
         there = slots.clamp(min=0)  # a slot in use, whose numbers are finite
-        key, value = take_slots(keys, there), take_slots(values, there)
+        key, value = take_slots(there, keys, values)
         out = _attend_pairs(call, call.query, key, value, stands.flatten(1, -2))
     out = _with_rest(out, grouped, choice.weight, choice.rest)
     return out, choice.numbers, slots

@@ -5,7 +5,7 @@ In a padded batch the tables of all sequences are side by side in the same tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -96,7 +96,7 @@ class IndexedEntries:
         """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
         if self.index is None:
             return buffer[:, :, : self.tokens]
-        return take_slots(buffer, self.index[..., : self.tokens])
+        return next(take_slots(self.index[..., : self.tokens], buffer))
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
@@ -131,21 +131,22 @@ class IndexedEntries:
         return replace(self, rows=rows, tables=tables, index=index)
 
 
-def take_slots(buffer: Tensor, slots: Tensor) -> Tensor:
-    """Copy tokens out of a contiguous buffer of slots, each as a whole.
+def take_slots(slots: Tensor, *buffers: Tensor) -> Iterator[Tensor]:
+    """Copy tokens out of contiguous buffers of as many slots each, every token as a whole.
 
     Args:
-        buffer: (batch, kv_heads, capacity, dim).
         slots: (batch, kv_heads, count) int64, or (batch, kv_heads, group, count).
+        buffers: (batch, kv_heads, capacity, dim).
 
-    Returns:
-        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim).
+    Yields:
+        (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim), of each buffer.
     """
-    batch, heads, capacity, dim = buffer.shape
-    first = torch.arange(0, batch * heads * capacity, capacity, device=buffer.device)
-    first = first.view(batch, heads, *[1] * (slots.dim() - 2))
-    taken = buffer.view(-1, dim).index_select(0, (slots + first).flatten())
-    return taken.view(batch, slots.shape[1:-1].numel(), slots.shape[-1], dim)
+    batch, heads, capacity, _ = buffers[0].shape
+    first = torch.arange(0, batch * heads * capacity, capacity, device=slots.device)
+    places = (slots + first.view(batch, heads, *[1] * (slots.dim() - 2))).flatten()
+    shape = batch, slots.shape[1:-1].numel(), slots.shape[-1], -1
+    for buffer in buffers:
+        yield buffer.view(-1, buffer.shape[-1]).index_select(0, places).view(shape)
 
 
 def _with_room(tables: State, columns: Mapping[str, int]) -> State:
@@ -255,7 +256,7 @@ class PaddedEntries:
         """The tokens to choose from, of each sequence as many as the longest has."""
         if self.index is None:
             return buffer[:, :, : self.tokens.most]
-        return take_slots(buffer, self.index[..., : self.tokens.most])
+        return next(take_slots(self.index[..., : self.tokens.most], buffer))
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:

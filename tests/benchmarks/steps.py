@@ -1,0 +1,163 @@
+"""What an eager step costs beside one of a plain cache of as many tokens, on one and two threads.
+
+    python -m tests.benchmarks.steps                     # 2 minutes, 2 cores
+    python -m tests.benchmarks.steps --model smollm2     # a real model, with random tokens
+
+A prompt is read at once and cut to the budget. Then single tokens are decoded: a step of each
+policy, and one of `DynamicCache` with sdpa over as many tokens as the budget, in the same rounds.
+A policy without a budget (`full+int8`) holds as many.
+The ratio is the median over rounds. Operators are those that torch runs in a step, model included;
+calls are of functions of kvtool's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import kvtool
+from kvtool.generation import decode_step
+from kvtool.models.load import load
+from tests.benchmarks.models import build_models, with_weights_of
+from tests.benchmarks.speed import dynamic_prompt, kvtool_prompt, median_ratio, time_steps
+
+POLICIES = ["h2o", "h2o+caote", "roco", "tova", "snapkv", "keydiff", "rkv"]
+MORE = ["h2o+int8", "h2o+calidrop", "rocketkv", "quest"]
+WARM = 8
+PACKAGE = str(Path(kvtool.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Line:
+    """A policy's step."""
+
+    policy: str
+    threads: int
+    ms: float
+    ratio: float
+    operators: int
+    calls: int
+
+
+class _Operators(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.count += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def counted(step: Callable[[], object]) -> tuple[int, int]:
+    """Operators of a step, and calls of kvtool's functions in another."""
+    with _Operators() as operators:
+        step()
+    calls = 0
+
+    def count(frame, event, _) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(PACKAGE)
+
+    sys.setprofile(count)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return operators.count, calls
+
+
+def make_plain_step(plain, cache, token: torch.Tensor, length: int) -> Callable[[], object]:
+    """A step over `length` tokens, after which the cache holds them again."""
+
+    def step() -> None:
+        plain(token[None], past_key_values=cache)
+        cache.crop(length - cache.get_seq_length())
+
+    return step
+
+
+@torch.no_grad()
+def measure(models, args: argparse.Namespace) -> list[Line]:
+    """Each policy's steps in turn with those of the plain cache."""
+    ours, plain = models
+    ids = torch.randint(0, ours.config.vocab_size, (1, args.length))
+    token = torch.tensor([7])
+    lines = []
+    for threads in args.threads:
+        torch.set_num_threads(threads)
+        short = dynamic_prompt(plain, ids[:, : args.budget])
+        steps = [make_plain_step(plain, short, token, args.budget)]
+        for policy in args.policies:
+            if kvtool.parse_policy(policy).takes_budget:
+                cache = kvtool_prompt(ours, ids, policy, args.budget, "full")
+            else:
+                cache = kvtool_prompt(ours, ids[:, : args.budget], policy, None, "full")
+            steps.append(lambda cache=cache: decode_step(ours, cache, token))
+        theirs, *others = time_steps(steps, args.steps, WARM)
+        names = ["DynamicCache", *args.policies]
+        for name, step, taken in zip(names, steps, [theirs, *others], strict=True):
+            ratio = median_ratio(taken, theirs)
+            lines.append(Line(name, threads, statistics.median(taken), ratio, *counted(step)))
+    return lines
+
+
+def models_of(name: str):
+    """A model with kvtool's attention, and the same weights with sdpa."""
+    if name == "random":
+        return build_models()
+    plain = load(name, dtype="float32").model
+    plain.set_attn_implementation("sdpa")
+    ours = with_weights_of(plain)
+    return kvtool.attach(ours), plain
+
+
+def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
+    """Print a row for each policy."""
+    table = Table(title=f"{args.model}: a step at {args.budget} tokens", show_edge=False)
+    table.add_column("cache")
+    for threads in args.threads:
+        table.add_column(f"ms, threads: {threads}", justify="right")
+        table.add_column("ratio", justify="right")
+    table.add_column("operators", justify="right")
+    table.add_column("calls", justify="right")
+    for name in dict.fromkeys(line.policy for line in lines):
+        own = [line for line in lines if line.policy == name]
+        cells = [cell for line in own for cell in (f"{line.ms:.1f}", f"{line.ratio:.2f}")]
+        table.add_row(name, *cells, f"{own[0].operators}", f"{own[0].calls}")
+    Console(width=140).print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.steps",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    model = "random (42 million parameters), smollm2 or a folder"
+    parser.add_argument("--model", default="random", help=model)
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt (2048)")
+    parser.add_argument("--budget", type=int, default=512, help="tokens kept (512)")
+    parser.add_argument("--steps", type=int, default=40, help="rounds (40)")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--policies", nargs="+", default=[*POLICIES, *MORE])
+    args = parser.parse_args(argv)
+    before = torch.get_num_threads()
+    try:
+        show(measure(models_of(args.model), args), args)
+    finally:
+        torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()
