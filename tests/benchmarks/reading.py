@@ -93,9 +93,9 @@ def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache
 
 def measure(args: argparse.Namespace, note) -> list[Line]:
     ours, plain = build_models()
-    slots = list(random_slots(ours, args.length))
-    full, token = filled_dynamic(plain, slots), torch.tensor([7])
-    base_step = lambda: plain(token[None], past_key_values=full)  # noqa: E731
+    slots = list(random_slots(ours, args.length, args.rows))
+    full, token = filled_dynamic(plain, slots), torch.full((args.rows,), 7)
+    base_step = lambda: plain(token[:, None], past_key_values=full)  # noqa: E731
     lines = []
     for policy in args.policies:
         note(policy)
@@ -138,6 +138,7 @@ def show(lines: list[Line]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--rows", type=int, default=1, help="texts in a batch (1)")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--steps", type=int, default=24, help="decoded tokens")
