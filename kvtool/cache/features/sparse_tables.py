@@ -144,9 +144,10 @@ def take_slots(slots: Tensor, *buffers: Tensor) -> Iterator[Tensor]:
     batch, heads, capacity, _ = buffers[0].shape
     first = torch.arange(0, batch * heads * capacity, capacity, device=slots.device)
     places = (slots + first.view(batch, heads, *[1] * (slots.dim() - 2))).flatten()
-    shape = batch, slots.shape[1:-1].numel(), slots.shape[-1], -1
+    shape = batch, slots.shape[1:-1].numel(), slots.shape[-1]
     for buffer in buffers:
-        yield buffer.view(-1, buffer.shape[-1]).index_select(0, places).view(shape)
+        taken = buffer.view(-1, buffer.shape[-1]).index_select(0, places)
+        yield taken.view(*shape, buffer.shape[-1])
 
 
 def _with_room(tables: State, columns: Mapping[str, int]) -> State:
