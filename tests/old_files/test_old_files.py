@@ -71,7 +71,7 @@ def test_the_same_command_writes_the_same_file(name, tmp_path):
 NOT_YET_RECORDED = (
     *("allocated_bytes", "kept_per_layer", "reads", "paired", "verdict", "codec"),
     *("keep_question", "scores", "digits", "answers", "one_token"),
-    *("evicted", "evicted_share", "label", "p"),
+    *("evicted", "evicted_share", "host_bytes", "label", "p"),
 )
 
 
