@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from kvtool.cli.main import main
 from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.table import BASES, MODIFIERS, describe
+from tests.docs.test_own_harness_task import write_harness_task
 from tests.models import tiny_gguf
 from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3
@@ -117,6 +118,7 @@ def folder(shipped_model, tmp_path) -> Path:
     novels.mkdir(parents=True)
     (novels / "austen.txt").write_text(text)
     (novels / "chapters.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    write_harness_task(tmp_path)
     (tmp_path / "chat.jsonl").write_text("\n".join(CHAT))
     if importlib.util.find_spec("gguf") is not None:
         tiny_gguf.write(tmp_path / "model.gguf")
