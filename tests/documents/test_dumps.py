@@ -39,6 +39,8 @@ from kvtool.documents.results import (
 )
 from kvtool.documents.source import read_file
 from kvtool.documents.ways import Device, Peaks, Way, WayLoss
+from kvtool.evaluation.claims import judge_claim
+from kvtool.evaluation.verdict import differences, make_verdict
 from tests.documents.test_generation_document import CACHE, document
 from tests.old_files.make import DATA
 from tests.planning.documents import shape
@@ -147,7 +149,14 @@ def examples() -> Iterator[BaseModel]:
     yield ProfileDocument.model_validate(PROFILE)
     yield ResultsDocument.model_validate_json((DATA / "run/results.json").read_text())
     claims = sorted((ROOT / "recipes/claims/results").glob("*.json"))
-    yield ResultsDocument.model_validate_json(claims[0].read_text())
+    claimed = ResultsDocument.model_validate_json(claims[0].read_text())
+    parts = (claimed.results, claimed.arms)
+    derived = {
+        "claim_verdict": judge_claim(claimed.claim, claimed),
+        "differences": differences(*parts),
+        "verdict": make_verdict(*parts, within=5),
+    }
+    yield claimed.model_copy(update=derived)
     yield SamplesDocument.model_validate_json((DATA / "run/samples.json").read_text())
     line = next((DATA / "run/samples").rglob("*.jsonl")).read_text().splitlines()[0]
     yield SampleRecord.model_validate_json(line)
