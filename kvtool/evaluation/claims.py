@@ -26,7 +26,11 @@ def judge_claim(claim: Claim, document: ResultsDocument) -> ClaimVerdict | None:
     """Check a claim by a run; None where none of its pairs was measured."""
     tasks = dict.fromkeys(result.task for result in document.results)
     found = [_row(pair, task, document) for pair in claim.pairs for task in tasks]
-    rows = [row for row in found if row is not None]
+    return joined([row for row in found if row is not None])
+
+
+def joined(rows: list[ClaimRow]) -> ClaimVerdict | None:
+    """Return what comparisons say together; None where none but controls are there."""
     some = {row.verdict for row in rows if not row.control}
     if not some:
         return None

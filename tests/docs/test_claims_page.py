@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -42,10 +44,56 @@ def test_every_claim_has_a_row_with_its_command(results, tmp_path):
     recipes = sorted(FOLDER.glob("*.yaml"))
     for recipe in recipes:
         assert f"`kvtool eval recipes/claims/{recipe.name} -o runs/claims/{recipe.stem}`" in text
-    assert text.count("| not run |") == len(recipes) - 1
+    assert text.count("| not run | not run | not tested |") == len(recipes) - 1
     assert text.count("| later, kept | not run |") == 11
     assert "| `roco` | `h2o` | fidelity | 50% |" in text
-    assert "\nMeasured with reference, 4 layers (`config.json` " in text
+    assert "was measured with reference, 4 layers (`config.json` " in text
+    assert "## How policies rank" not in text  # their runs are not there
+
+
+def test_a_folder_of_runs_gives_a_page(results, tmp_path, monkeypatch, capsys):
+    """For a model of one's own, as `kvtool eval` leaves its runs; the page here stays."""
+    (tmp_path / "mine" / "order").mkdir(parents=True)
+    (tmp_path / "mine" / "order" / "results.json").write_text(json.dumps(results))
+    before = (FOLDER / "README.md").read_text()
+    monkeypatch.setattr("sys.argv", ["page.py", str(tmp_path / "mine")])
+    PAGE.main()
+    assert "| `roco` | `h2o` | fidelity | 50% |" in capsys.readouterr().out
+    assert (FOLDER / "README.md").read_text() == before
+
+
+def believed(text: str) -> dict[str, list[str]]:
+    """Return the two verdicts of each claim of a page, and which to believe."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "](#" in line]
+    return {row[0].rpartition("](#")[2].rstrip(")"): row[2:5] for row in rows if len(row) == 8}
+
+
+def test_the_real_model_is_believed_where_it_answers(monkeypatch):
+    rows = believed((FOLDER / "README.md").read_text())
+    for name, (_, real, which) in rows.items():
+        assert (which == "SmolLM2-135M") == (real != "not run"), name
+    assert rows["caote"][2] == rows["key-bits-perplexity"][2] == "SmolLM2-135M"
+    assert rows["later-turns"][1:] == ["not run", "bundled model, for mechanics"]
+    assert rows["reasoning"][1:] == ["not run", "reference-trace, for mechanics"]
+    monkeypatch.setattr(PAGE, "BELIEVED", 0.99)  # the full cache finds 0.96 of the codes
+    rows = believed(PAGE.page(FOLDER / "results"))
+    assert rows["caote"][2] == "bundled model, for mechanics"
+    assert rows["key-bits-perplexity"][2] == "SmolLM2-135M"  # asks nothing
+
+
+def test_the_real_model_ranks_as_larger_ones_and_the_bundled_one_does_not():
+    """The second half of the sentence on the page follows from these numbers."""
+    text = (FOLDER / "README.md").read_text()
+    found = re.search(r"by ([-.\d]+) \(mean of 6\), the bundled model by\s+([-.\d]+)\.", text)
+    real, machine = map(float, found.groups())
+    assert real > 0.7 > 0.5 > machine
+    assert "its scores are not on\nthe first page" in text
+
+
+def test_ranks_are_correlated():
+    ranking = runpy.run_path(str(FOLDER / "ranking.py"))
+    assert ranking["ranks"]([10.0, 30.0, 20.0, 20.0]) == [1.0, 4.0, 2.5, 2.5]
+    assert ranking["spearman"]([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]) == pytest.approx(0.5)
 
 
 def test_a_verdict_changes_when_its_results_are_edited(results, tmp_path):
