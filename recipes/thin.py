@@ -41,11 +41,12 @@ def _cost(result: TaskResult) -> object:
 def likelihoods(document: ResultsDocument, folder: Path) -> Iterator[TaskResult]:
     """Yield a result for each that has the log-likelihood of right answers, from its records."""
     store = Store(folder)
+    places = {arm.name: arm.folder for arm in document.arms}
     for result in document.results:
         [mean] = [each for each in result.metrics if each.name == "nll"] or [None]
         if mean is None:
             continue
-        records = store.records(result.arm, result.task)
+        records = store.records(places[result.arm], result.task)
         found = {record["id"]: record["scores"]["nll"] for record in records.values()}
         sums = [found.get(name) for name in document.samples[result.task]]
         yield result.model_copy(

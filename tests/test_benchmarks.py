@@ -1,6 +1,7 @@
 """The benchmarks behind what the README and the notes say of speed and memory still run."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from kvtool import parse_policy
+from kvtool.models.load import load_tokenizer
 from tests.benchmarks import __main__ as all_of_them
-from tests.benchmarks import headline, kvpress
+from tests.benchmarks import headline, kvpress, kvpress_answers
 from tests.benchmarks.models import build_models
 
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
@@ -98,6 +100,29 @@ def test_a_token_that_kvpress_does_not_keep_counts():
     assert kvpress.differing(ours, [[[0, 2, 5], [2, 3]], [[6], []]]) == 2
 
 
+@pytest.mark.exhaustive
+def test_answers_of_kvpress_are_scored_as_ours(tmp_path, monkeypatch, capsys):
+    """Of two texts the other side answers one; the full cache of this side answers both."""
+    arguments = SMOKE["kvpress_answers"].replace("--samples 1", "--samples 2")
+    arguments = arguments.format(tmp=tmp_path).split()
+    monkeypatch.setattr(sys, "argv", ["kvpress_answers", *arguments])
+
+    def answered(python, folder):
+        asked = json.loads((folder / "asked.json").read_text())
+        tokenizer = load_tokenizer()[0]
+        texts = [tokenizer.decode(each["context"]) for each in asked]
+        codes = [re.search(r"\d{7}", text).group() for text in texts]
+        said = [tokenizer.encode(codes[0]), tokenizer.encode("none")]
+        versions = dict.fromkeys(("kvpress", "transformers", "torch"), "0")
+        return {**versions, "answers": [said] * (len(kvpress_answers.CASES) + 1)}
+
+    monkeypatch.setattr(kvpress_answers, "theirs", answered)
+    kvpress_answers.main()
+    lines = capsys.readouterr().out.splitlines()
+    [full] = [line.split() for line in lines if "full" in line.split()]
+    assert {"1.00", "0.50", "1"} < {*full}
+
+
 def test_a_policy_that_is_not_there_says_so_and_asks_nothing():
     there, missing = kvpress.known(
         (kvpress.Case("knorm", ["KnormPress", {}]), kvpress.Case("norm", ["KnormPress", {}]))
@@ -118,9 +143,11 @@ SMOKE = {
     "startup": "--runs 1",
     "steps": "--length 48 --budget 16 --steps 2 --policies h2o quest --threads 1",
     "kvpress": "--seeds 1",
+    "kvpress_answers": "--model reference --length 256 --budget 100 --depths 1 --samples 1 "
+    "--digits 7 --haystack builtin --folder {tmp}",
 }
 DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above
-ELSEWHERE = ("kvpress_side",)  # by `kvpress`, in an environment of its own
+ELSEWHERE = ("kvpress_side", "kvpress_answers_side")  # in an environment of kvpress
 
 
 def test_no_benchmark_is_left_out():
@@ -156,11 +183,11 @@ def test_benchmarks_run_one_after_another_each_with_its_arguments(monkeypatch, c
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMOKE)
-def test_every_benchmark_runs_in_small_and_prints_a_line(name, monkeypatch, capsys):
+def test_every_benchmark_runs_in_small_and_prints_a_line(name, tmp_path, monkeypatch, capsys):
     module = import_module(f"tests.benchmarks.{name}")
     if hasattr(module, "build_models"):
         monkeypatch.setattr(module, "build_models", partial(build_models, "tiny"))
-    monkeypatch.setattr(sys, "argv", [name, *SMOKE[name].split()])
+    monkeypatch.setattr(sys, "argv", [name, *SMOKE[name].format(tmp=tmp_path).split()])
     module.main()
     out = capsys.readouterr().out
     assert any(character.isdigit() for character in out.splitlines()[-2])

@@ -5,6 +5,7 @@ Results can be made anew from the records, which are checked against these schem
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -21,6 +22,11 @@ COMPARISON = "kvtool.evaluation.corrected"
 """The module that compares variants: a name, since `evaluation` imports the documents."""
 
 Form = Literal["text", "csv", "latex", "markdown"]
+
+
+def as_folder(variant: str) -> str:
+    """Return the name of a variant as a folder can carry it."""
+    return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", variant)
 
 
 class ModelUsed(Section):
@@ -64,6 +70,11 @@ class VariantEntry(Section):
     def shown(self) -> str:
         """Return the name with the policy's label in it."""
         return self.name if self.label is None else self.name.replace(self.policy, self.label, 1)
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the folder of its samples."""
+        return as_folder(self.name)
 
 
 class MetricEntry(Section):

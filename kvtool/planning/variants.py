@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvtool.documents.plan import PlanDocument
+from kvtool.documents.results import as_folder
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
@@ -41,7 +41,7 @@ class Variant:
     @property
     def folder(self) -> str:
         """The name as a folder can carry it."""
-        return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", self.name)
+        return as_folder(self.name)
 
     @property
     def cuts_at_the_end(self) -> bool:

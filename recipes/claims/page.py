@@ -27,8 +27,16 @@ from kvtool.report.words import at_budgets, claim_in_words, says, than_value
 
 HERE = Path(__file__).parent
 REAL = {
-    "known": ("smollm2/choosing-known.json", "../../real-model/results/known.json"),
-    "later, kept": ("smollm2/choosing-later.json", "../../real-model/results/later.json"),
+    "known": (
+        "smollm2/choosing-known.json",
+        "smollm2/reading-known.json",
+        "../../real-model/results/known.json",
+    ),
+    "later, kept": (
+        "smollm2/choosing-later.json",
+        "smollm2/reading-later.json",
+        "../../real-model/results/later.json",
+    ),
 }
 """The runs of the real model by when the question comes: the first that has a pair counts."""
 ELSEWHERE = ("key-bits", "later-turns", "reasoning", "rocketkv-turns")
@@ -78,9 +86,8 @@ anywhere, with this many samples. Intervals are not widened for the number of co
 two policies are equal, one comparison in forty fails by chance.
 
 Where a claim is of 64 tokens, SmolLM2 has 128. Its comparisons with n=50 are of runs made for this
-page ([known](smollm2/choosing-known.yaml), [later](smollm2/choosing-later.yaml)). Those with n=100
-are of the [page of that model](../real-model/README.md), where a question that comes later is read
-under the budget, too. Claims of reasoning and of conversations have none: codes do not test them.
+page ([recipes](smollm2)). Those with n=100 are of the [page of that
+model](../real-model/README.md), where a question that comes later is read under the budget, too. Claims of reasoning and of conversations have none: codes do not test them.
 
 A budget in tokens is for each layer and KV head. A budget in percent, and every share of a cache,
 is of what the full cache would hold at the same step. Where a run evicted nothing in four samples

@@ -27,7 +27,7 @@ def test_results_in_the_repository_are_thin(path):
 def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
     run = kvtool.evaluate(
         tasks="niah",
-        policies=["streaming"],
+        policies=["streaming(sinks=2)"],
         budgets=32,
         lengths="128",
         depths=2,
@@ -39,8 +39,8 @@ def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
     THIN.main()
     kept = read_results_file(tmp_path / "run.json")
     assert [(each.arm, each.task) for each in kept.results] == [
-        *(("full", "niah"), ("streaming@32", "niah")),
-        *(("full", "niah (nll)"), ("streaming@32", "niah (nll)")),
+        *(("full", "niah"), ("streaming(sinks=2)@32", "niah")),
+        *(("full", "niah (nll)"), ("streaming(sinks=2)@32", "niah (nll)")),
     ]
     for before in run.results:
         exact, likely = (kept.of(before.arm, task) for task in ("niah", "niah (nll)"))
