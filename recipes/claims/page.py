@@ -87,7 +87,8 @@ two policies are equal, one comparison in forty fails by chance.
 
 Where a claim is of 64 tokens, SmolLM2 has 128. Its comparisons with n=50 are of runs made for this
 page ([recipes](smollm2)). Those with n=100 are of the [page of that
-model](../real-model/README.md), where a question that comes later is read under the budget, too. Claims of reasoning and of conversations have none: codes do not test them.
+model](../real-model/README.md), where a question that comes later is read under the budget, too.
+Claims of reasoning and of conversations have none: codes do not test them.
 
 A budget in tokens is for each layer and KV head. A budget in percent, and every share of a cache,
 is of what the full cache would hold at the same step. Where a run evicted nothing in four samples
@@ -170,7 +171,7 @@ def page(folder: Path) -> str:
         if mine.verdict is not None:
             parts.append(_table(OF_PAIRS, _pairs(mine)))
         if not on_real and theirs.verdict is not None:
-            parts.append(f"SmolLM2-135M: {_in_words(theirs)}.\n")
+            parts.append(f"SmolLM2-135M: {claim_in_words(theirs.verdict)}.\n")
             parts.append(_table(OF_PAIRS, _pairs(theirs)))
         if run is not None:
             parts.append(_scores(run))

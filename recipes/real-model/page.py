@@ -5,6 +5,7 @@
 FOLDER holds the `results.json` of each run as known.json and later.json; by default `results`.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -53,10 +54,18 @@ def page(folder: Path) -> str:
         policy: {name: _of(run, policy) for name, run in runs.items()} for policy in policies
     }
     policies.sort(key=lambda policy: -_all_found(by_policy[policy]))
-    rows = [(f"`{policy}`", *_row(by_policy[policy])) for policy in policies]
+    rows = [
+        (f'<a id="{anchor(policy)}"></a>`{policy}`', *_row(by_policy[policy]))
+        for policy in policies
+    ]
     lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return head + table + "\n" + "\n".join(_measured(run) for run in runs.values())
+
+
+def anchor(policy: str) -> str:
+    """Return the name of a policy as a link to its row has it."""
+    return re.sub(r"[^a-z0-9]+", "-", policy).strip("-")
 
 
 def _of(run: ResultsDocument, policy: str) -> dict[int, TaskResult]:

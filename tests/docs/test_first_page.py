@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from kvtool import parse_policy
+from kvtool.evaluation.run.index import read_results_file
+from kvtool.evaluation.verdict import between
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "first-page"
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -86,9 +90,12 @@ def test_the_table_of_the_first_page_has_these_results(drawing, found):
     """A row: memory at 256 tokens, then codes found at 256 and 512, known and later."""
     section = PAGE.split("## Which policy when")[1].split("\n## ")[0]
     cells = r"([\d/]+)"
-    rows = re.findall(rf"^\| `(\S+)` \| .* \| (\d+) % \| {cells} \| {cells} \|$", section, re.M)
+    place = r"\[`(\S+)`\]\(recipes/real-model/README\.md#([a-z0-9-]+)\)"
+    rows = re.findall(rf"^\| {place} \| .* \| (\d+) % \| {cells} \| {cells} \|$", section, re.M)
     assert len(rows) >= 9
-    for policy, share, *shown in rows:
+    linked = (ROOT / "recipes/real-model/README.md").read_text(encoding="utf-8")
+    for policy, anchor, share, *shown in rows:
+        assert f'| <a id="{anchor}"></a>`{policy}` |' in linked
         known = found["known"]
         held = drawing.held_bytes(known[variant(policy, 256)]) / drawing.held_bytes(known["full"])
         assert float(share) == round(100 * held)
@@ -96,6 +103,135 @@ def test_the_table_of_the_first_page_has_these_results(drawing, found):
             scores = [found[name][variant(policy, budget)]["value"] for budget in (256, 512)]
             scores = scores[:1] if policy.startswith("full") else scores  # takes no budget
             assert cell == "/".join(f"{100 * score:.0f}" for score in scores)
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict:
+    """What the first page recommends by: each policy's result, by question and budget."""
+    found = {}
+    for name in ("known", "later"):
+        run = read_results_file(ROOT / f"recipes/real-model/results/{name}.json")
+        arms = {arm.name: arm for arm in run.arms}
+        for result in run.results:
+            arm = arms[result.arm]
+            found[name, arm.policy, arm.budget] = result
+    return found
+
+
+QUESTIONS = ("known", "later")
+
+
+def near_full(runs, policy, question, budget) -> bool:
+    """Whether a policy misses at most one code in twenty that the full cache finds."""
+    return runs[question, policy, budget].value >= 0.95 * runs[question, "full", None].value
+
+
+def surely_above(ours, theirs) -> bool:
+    found = between(ours, theirs)
+    return found is not None and found.low is not None and found.low > 0
+
+
+def fits(runs):
+    assert all(runs[question, "full", None].value > 0.9 for question in QUESTIONS)
+
+
+def bits_cost_less_than_tokens(runs):
+    """No policy that evicts finds surely more, in no more memory."""
+    for question in QUESTIONS:
+        ours = runs[question, "full+int8", None]
+        assert near_full(runs, "full+int8", question, None)
+        for (asked, _, budget), theirs in runs.items():
+            if asked == question and budget and theirs.cost.held_bytes <= ours.cost.held_bytes:
+                assert not surely_above(theirs, ours), theirs.arm
+
+
+def bits_in_less_memory(runs):
+    for question in QUESTIONS:
+        assert near_full(runs, "full+int4", question, None)
+        int4, int8 = (runs[question, f"full+int{bits}", None] for bits in (4, 8))
+        assert int4.cost.held_bytes < int8.cost.held_bytes
+        assert not surely_above(runs[question, "kvzip", 256], int4)
+
+
+def one_text_many_questions(runs):
+    for budget in (256, 512):
+        assert near_full(runs, "kvzip", "later", budget)
+        others = [
+            result
+            for (question, policy, at), result in runs.items()
+            if (question, at) == ("later", budget) and parse_policy(policy).when != "never"
+        ]
+        assert runs["later", "kvzip", budget].value == max(each.value for each in others)
+
+
+def nothing_lost(runs):
+    for question in QUESTIONS:
+        full = runs[question, "full", None].cost
+        for budget in (256, 512):
+            assert near_full(runs, "quest", question, budget)
+            own = runs[question, "quest", budget].cost
+            assert own.held_bytes >= full.held_bytes
+            assert own.traffic_bytes < full.traffic_bytes
+
+
+def fast_steps_where_the_question_is_known(runs):
+    for budget in (256, 512):
+        assert near_full(runs, "rocketkv", "known", budget)
+        own, full = runs["known", "rocketkv", budget], runs["known", "full", None]
+        assert own.cost.traffic_bytes < full.cost.traffic_bytes
+
+
+def best_of_those_that_hold_the_budget(runs):
+    def best(budget):
+        found = {
+            policy: result.value
+            for (question, policy, at), result in runs.items()
+            if (question, at) == ("later", budget) and parse_policy(policy).when == "always"
+        }
+        return max(found, key=found.get)
+
+    assert (best(256), best(512)) == ("keydiff", "rkv")
+
+
+def for_a_known_question_alone(runs):
+    for budget in (256, 512):
+        assert near_full(runs, "snapkv", "known", budget)
+        assert surely_above(runs["known", "snapkv", budget], runs["later", "snapkv", budget])
+
+
+def promises_nothing(runs):
+    """What such a row says is of the policy, not of the results."""
+
+
+RECOMMENDED = {
+    "it fits": fits,
+    "memory is short: fewer bits cost less than fewer tokens": bits_cost_less_than_tokens,
+    "memory is shorter still": bits_in_less_memory,
+    "one text is asked often": one_text_many_questions,
+    "nothing may be lost: it saves no memory": nothing_lost,
+    "steps are slow, and the question is in the prompt": fast_steps_where_the_question_is_known,
+    "you chat: at 256, best later of those that hold the budget after every token (at 512 `rkv` "
+    "is)": best_of_those_that_hold_the_budget,
+    "the question is in the prompt, and no other follows": for_a_known_question_alone,
+    "a stream has no end": promises_nothing,
+    "you decode long answers at a fixed size: measure it on your task first": promises_nothing,
+}
+"""What the table says of when to take a policy, and the check that its results bear it out."""
+
+
+def test_every_recommendation_has_a_check():
+    section = PAGE.split("## Which policy when")[1].split("\n## ")[0]
+    said = re.findall(r"^\| \[`\S+\) \| (.*?) \| \d+ % ", section, re.M)
+    assert len(said) == len(RECOMMENDED)
+    for text, beginning in zip(said, RECOMMENDED, strict=True):
+        assert text.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    "check", dict.fromkeys(RECOMMENDED.values()), ids=lambda each: each.__name__
+)
+def test_no_cell_contradicts_what_the_first_page_recommends(runs, check):
+    check(runs)
 
 
 def test_the_caption_has_these_results(drawing, found):
