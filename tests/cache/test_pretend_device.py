@@ -10,16 +10,30 @@ import torch
 from torch.utils._pytree import tree_map
 
 import kvtool
+from kvtool.cache.batching import append_entries, keep_entries, why_apart
 from kvtool.cache.steps import attend
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
+from kvtool.generation.shared import can_share, prefill_shared
 from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.codec.int8 import Int8
 from kvtool.policies.policy import compose
 from kvtool.policies.scores.h2o import H2O
-from tests.benchmarks.gpu.right import COMPILED, Run, build, check_same, padded_turns, saved
+from tests.benchmarks.gpu.right import (
+    CODED,
+    COMPILED,
+    LOGITS,
+    NEW,
+    PROMPT,
+    Run,
+    build,
+    check_same,
+    padded_turns,
+    saved,
+    tokens,
+)
 from tests.cache import split_model
 from tests.models_for_tests import peaky_model, random_ids
 from tests.pretend_device import DEVICE, OnDevice, pretended, put
@@ -78,7 +92,9 @@ def check(model, policy: str, mode: str, scenario) -> None:
     except UsageError as error:
         pytest.skip(str(error))
     expected = scenario(plain(), policy, mode)
-    check_same(run(model, policy, mode, scenario), expected, policy)
+    coded = kvtool.parse_policy(policy).codec is not None
+    allowed = CODED if coded else LOGITS
+    check_same(run(model, policy, mode, scenario), expected, policy, allowed)
 
 
 @pytest.mark.few(3)
@@ -130,6 +146,49 @@ def static_steps(model, policy: str, mode: str) -> Run:
 @pytest.mark.parametrize("policy", COMPILED)
 def test_static_steps_run_on_the_device_alone(policy):
     check(elsewhere(), policy, "full", static_steps)
+
+
+@torch.no_grad()
+def read_together(model, policy: str, mode: str) -> Run:
+    """A prompt that one run reads for two caches; a block behind it that is taken back."""
+    caches, done = [build(model, each, mode) for each in (policy, "full")], Run()
+    first, block, answer = tokens(1, PROMPT, NEW, NEW)
+    if not all(can_share(model, cache, PROMPT) for cache in caches):
+        pytest.skip("reads a prompt alone")
+    logits = prefill_shared(model, caches, first.to(model.device), new_tokens=NEW)
+    for cache in caches:
+        done.note(cache, logits)
+        with cache.rollback():
+            done.note(cache, prefill(model, cache, block.to(model.device)))
+        for column in answer.to(model.device).T:
+            done.note(cache, decode_step(model, cache, column.contiguous()))
+    return done
+
+
+@torch.no_grad()
+def joined_in_flight(model, policy: str, mode: str) -> Run:
+    """Two prompts, read alone, of which the second joins the first's batch and outlives it."""
+    caches, done = [build(model, policy, mode) for _ in range(2)], Run()
+    if why := why_apart(caches[0].policy):
+        pytest.skip(why)
+    first, answer = tokens(2, PROMPT, 2 * NEW)
+    for i, cache in enumerate(caches):
+        done.note(cache, prefill(model, cache, first[i : i + 1, i:].to(model.device)))
+    batch, going = caches[0], [0, 1]
+    append_entries(batch, caches[1:], 2 * NEW)
+    for step, column in enumerate(answer.to(model.device).T):
+        if step == NEW:
+            going = [1]
+            keep_entries(batch, torch.tensor(going), NEW)
+        done.note(batch, decode_step(model, batch, column[going].contiguous()))
+    return done
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("scenario", [read_together, joined_in_flight])
+@pytest.mark.parametrize("policy", policies())
+def test_shared_prompts_and_batches_in_flight_run_on_the_device_alone(policy, scenario):
+    check(elsewhere(), policy, "full", scenario)
 
 
 @dataclass(frozen=True)
