@@ -21,7 +21,9 @@ from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.claims import joined, judge_claim
+from kvtool.evaluation.metrics.summary import LINKS
 from kvtool.evaluation.run.index import RESULTS, read_results_file
+from kvtool.evaluation.verdict import difference, mean_of
 from kvtool.report import formats
 from kvtool.report.words import at_budgets, claim_in_words, says, than_value
 
@@ -128,6 +130,16 @@ OF_PAIRS = (
 )
 
 
+BESIDE = """## The same questions to kvpress
+
+Six policies and the full cache answer as kvpress does with the presses of the same formulas: codes
+in the same tokens, read with the same weights in float32 ({title}). The text is compressed before
+the question is known, the question stays whole. `kvtool eval` answered on one side, `python -m
+tests.benchmarks.kvpress_answers` has the other. Cells are shares of codes found, the difference has
+its paired 95 % interval over {n} texts.
+"""
+
+
 class Judged(NamedTuple):
     """A claim by the runs of one model: what is to be compared, and what the whole says."""
 
@@ -180,7 +192,8 @@ def page(folder: Path) -> str:
     ranking = runpy.run_path(str(HERE / "ranking.py"))["section"](folder)
     measured = [_where(each) for runs in real.values() for each in runs]
     made = "## smollm2\n\n" + "\n\n".join(dict.fromkeys(measured)) + "\n" if measured else ""
-    return head + "\n".join([_table(COLUMNS, rows), ranking, *parts, made])
+    whole = [_table(COLUMNS, rows), ranking, _beside(folder, why), *parts, made]
+    return head + "\n".join(filter(None, whole))
 
 
 def _read(folder: Path, name: str) -> ResultsDocument | None:
@@ -246,6 +259,28 @@ def _believe(run: ResultsDocument | None, mine: Judged, theirs: Judged) -> str:
         return "not tested"
     name = "bundled model" if run is None or run.model.id == "reference" else run.model.id
     return f"{name}, for mechanics"
+
+
+def _beside(folder: Path, why: dict[str, str]) -> str:
+    """Set the answers of kvpress beside ours; empty where it was not asked."""
+    file = folder / "kvpress.json"
+    if not file.is_file():
+        return ""
+    found = json.loads(file.read_text())
+    rows = []
+    for line in found["lines"]:
+        ours, theirs = ([(value, 1.0) for value in line[side]] for side in ("ours", "theirs"))
+        apart = difference(ours, theirs, LINKS["mean"])
+        differ = sum(one != other for one, other in zip(ours, theirs, strict=True))
+        between = formats.interval(apart.low, apart.high, 1.0)
+        shares = [formats.score(mean_of(side), 1.0) for side in (ours, theirs)]
+        press = f"`{line['press']}`" if line["press"] else formats.MISSING
+        told = f"{formats.signed(apart.value, 1.0)} {between}"
+        rows.append([f"`{line['policy']}`", press, *shares, str(differ), told])
+    text = BESIDE.format(title=found["title"], n=len(found["lines"][0]["ours"]))
+    columns = ("policy", "kvpress", "kvtool finds", "kvpress finds", "texts that differ")
+    parts = [text, _table((*columns, "kvtool - kvpress"), rows)]
+    return "\n".join([*parts, f"{why['kvpress']}\n"] if "kvpress" in why else parts)
 
 
 def _asked_in_all(runs: Sequence[ResultsDocument]) -> tuple[int, float]:

@@ -13,8 +13,9 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 SPEC = importlib.util.spec_from_file_location("thin_results", RECIPES / "thin.py")
 THIN = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(THIN)
+NOT_RUNS = ("why", "kvpress")
 KEPT = [
-    *(path for path in (RECIPES / "claims/results").rglob("*.json") if path.stem != "why"),
+    *(path for path in (RECIPES / "claims/results").rglob("*.json") if path.stem not in NOT_RUNS),
     *(RECIPES / "real-model/results").glob("*.json"),
 ]
 
