@@ -5,8 +5,11 @@ GPU, Triton's interpreter runs the kernels; it has to be chosen before Triton is
 
 The bundled model is a small one here (`tests.models.bundled`); processes that tests start run the
 one that ships, and so do tests that take `shipped_model`.
+
+Hypothesis judges no example by its seconds, which say how busy a machine is.
 """
 
+import importlib.util
 import os
 
 import pytest
@@ -20,6 +23,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 torch.set_num_threads(1)
 put_in_place()
+if importlib.util.find_spec("hypothesis"):  # not on every machine with a GPU
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+    settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects

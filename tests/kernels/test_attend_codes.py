@@ -88,7 +88,7 @@ def decoded(draw):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(decoded(), st.sets(st.sampled_from(COLUMNS)), st.booleans())
 def test_codes_are_attended_and_counted_as_in_plain_torch(drawn, names, weights):
     compare(*drawn, sorted(names), weights)

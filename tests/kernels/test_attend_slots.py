@@ -52,7 +52,7 @@ def decoded(most_kept: int = 200):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(decoded(), st.sets(st.sampled_from(COLUMNS)), st.booleans())
 def test_slots_are_attended_and_counted_as_in_plain_torch(size, names, weights):
     compare(size, sorted(names), weights)
@@ -97,7 +97,7 @@ def test_a_part_of_the_cache_that_is_empty_changes_nothing():
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(decoded(), st.booleans(), st.integers(1, 90), st.booleans(), st.booleans())
 def test_chosen_slots_are_read_where_they_lie(size, by_query_head, count, weights, padded):
     drawn = Drawn(size)

@@ -27,7 +27,7 @@ def looped(weights, visible, valid):
     return sums
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(1, 3),
     st.integers(1, 4),

@@ -23,7 +23,7 @@ def in_parts(vectors, valid, sizes):
     return count, mean, scatter
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 2), st.lists(st.integers(1, 6), max_size=4))
 def test_parts_equal_plain_loops(seed, heads, sizes):
     source = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def test_nothing_cancels_far_from_zero():
     assert (sums - variance).abs().max() > 0.1  # what plain sums would give
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 5000), st.integers(1, 60), st.booleans())
 def test_a_mean_turn_is_the_mean_of_turns(start, count, interleaved):
     frequencies = torch.tensor([1.0, 0.3, 0.0])

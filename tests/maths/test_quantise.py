@@ -92,7 +92,7 @@ vectors = st.lists(st.one_of(numbers, small, st.just(0.0)), min_size=32, max_siz
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(vectors, st.sampled_from(DTYPES))
 def test_a_vector_comes_back_as_the_formula_says(name, vector, dtype):
     encode, decode, largest = FORMATS[name]

@@ -40,7 +40,7 @@ def test_awkward_text_comes_back(text):
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"], skip_special_tokens=True) == text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text())
 def test_any_text_comes_back(text):
     assert TOKENIZER.decode(encode(text)) == text
@@ -49,7 +49,7 @@ def test_any_text_comes_back(text):
 WORLD = st.sampled_from([token for token in TOKENS if token not in BYTES and token[0] != "<"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.one_of(WORLD, st.characters(exclude_categories=("Cs",)))).map("".join))
 def test_words_of_the_world_mixed_with_anything_come_back(text):
     assert TOKENIZER.decode(encode(text)) == text

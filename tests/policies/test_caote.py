@@ -106,7 +106,7 @@ BASES = [
 
 @pytest.mark.parametrize(("base", "options"), BASES, ids=[name for name, _ in BASES])
 @pytest.mark.parametrize("modifier", ["caote", "fastcaote"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000), blocks=st.lists(st.integers(1, 5), min_size=2, max_size=3))
 def test_scores_and_choice_equal_the_slow_twin(base, options, modifier, seed, blocks):
     trial, twin = random_pair(seed, blocks, 5, base, modifier, **options)

@@ -86,7 +86,7 @@ def test_protected_tokens_are_the_first_of_the_best():
     assert slow.kept(SCORES, [2, 6, 6, 3, 5, 10], 4, forced=[3, 5]) == [2, 3, 4, 5]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 10_000), st.sampled_from([0.0, 0.3, 0.5, 0.9, 1.0]), st.data())
 def test_what_is_kept_equals_plain_loops(seed, first, data):
     source = torch.Generator().manual_seed(seed)

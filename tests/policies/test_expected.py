@@ -96,7 +96,7 @@ def test_epsilon_is_added_before_the_length_of_the_value_counts():
     torch.testing.assert_close(slow(keys, queries, values, **options), weighed, atol=2e-6, rtol=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.data())
 def test_scores_equal_the_slow_twin_in_any_order_of_slots(seed, data):
     source = torch.Generator().manual_seed(seed)

@@ -32,7 +32,7 @@ def test_worked_block_adds_to_what_was_there():
     assert trial.victim() == [2]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 10_000), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 6)
 )

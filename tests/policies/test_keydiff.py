@@ -47,7 +47,7 @@ def test_worked_scores_and_the_three_that_tie():
     assert slow.scores(0, range(6), None) == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.integers(2, 12))
 def test_scores_equal_the_slow_twin_in_any_order_of_slots(seed, heads, slots):
     source = torch.Generator().manual_seed(seed)

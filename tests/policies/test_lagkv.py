@@ -109,7 +109,7 @@ def test_a_channel_without_a_range_counts_as_zero():
     assert torch.equal(found, other)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 10_000), st.integers(2, 30), st.booleans())
 def test_scores_equal_the_slow_twin_in_any_order_of_slots_with_gaps(seed, slots, rank):
     view = random_view(seed, (1, 2, slots), budget=8)

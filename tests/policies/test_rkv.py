@@ -53,7 +53,7 @@ def test_worked_scores():
         assert twin[:4] == pytest.approx(expected, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.integers(4, 24),

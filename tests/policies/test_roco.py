@@ -67,7 +67,7 @@ def test_one_observation_deviates_by_nothing():
     assert attention_deviation(third.sum(), third.square().sum(), torch.tensor(3.0)) >= 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 6), min_size=1, max_size=3),

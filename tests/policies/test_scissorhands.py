@@ -49,7 +49,7 @@ def test_the_group_is_averaged_before_the_threshold():
     assert trial.scores().tolist() == [[2, 0]]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 10_000), st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(0, 6)
 )

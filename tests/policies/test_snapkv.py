@@ -66,7 +66,7 @@ def test_an_average_over_more_than_the_text_is_divided_by_the_whole_kernel():
     torch.testing.assert_close(trial.scores()[0, :2], torch.tensor([0.5 / 7, 0.5 / 7]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 7), min_size=1, max_size=3),

@@ -48,7 +48,7 @@ def test_worked_mean_over_the_kv_heads_of_a_layer():
     assert heads.victim() == [1, 2]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(0, 10_000),
     st.lists(st.integers(1, 5), min_size=1, max_size=3),

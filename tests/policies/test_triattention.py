@@ -82,7 +82,7 @@ def test_worked_pulls():
     assert slow == pytest.approx(PULLS, abs=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(0, 10_000), st.data())
 def test_scores_equal_the_slow_twin_in_any_order_of_slots(seed, data):
     source = torch.Generator().manual_seed(seed)
