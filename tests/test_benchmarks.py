@@ -120,7 +120,7 @@ def test_answers_of_kvpress_are_scored_as_ours(tmp_path, monkeypatch, capsys):
     kvpress_answers.main()
     lines = capsys.readouterr().out.splitlines()
     [full] = [line.split() for line in lines if "full" in line.split()]
-    assert {"1.00", "0.50", "1"} < {*full}
+    assert {"1.00", "0.50", "+0.50"} < {*full}
 
 
 def test_a_policy_that_is_not_there_says_so_and_asks_nothing():

@@ -135,8 +135,8 @@ BESIDE = """## The same questions to kvpress
 Six policies and the full cache answer as kvpress does with the presses of the same formulas: codes
 in the same tokens, read with the same weights in float32 ({title}). The text is compressed before
 the question is known, the question stays whole. `kvtool eval` answered on one side, `python -m
-tests.benchmarks.kvpress_answers` has the other. Cells are shares of codes found, the difference has
-its paired 95 % interval over {n} texts.
+tests.benchmarks.kvpress_answers` has the other. Both cells are shares of codes found, their
+difference has its paired 95 % interval over {n} texts. *Same answers* are so in every letter.
 """
 
 
@@ -271,15 +271,14 @@ def _beside(folder: Path, why: dict[str, str]) -> str:
     for line in found["lines"]:
         ours, theirs = ([(value, 1.0) for value in line[side]] for side in ("ours", "theirs"))
         apart = difference(ours, theirs, LINKS["mean"])
-        differ = sum(one != other for one, other in zip(ours, theirs, strict=True))
         between = formats.interval(apart.low, apart.high, 1.0)
         shares = [formats.score(mean_of(side), 1.0) for side in (ours, theirs)]
         press = f"`{line['press']}`" if line["press"] else formats.MISSING
         told = f"{formats.signed(apart.value, 1.0)} {between}"
-        rows.append([f"`{line['policy']}`", press, *shares, str(differ), told])
+        rows.append([f"`{line['policy']}`", press, *shares, told, str(line["same"])])
     text = BESIDE.format(title=found["title"], n=len(found["lines"][0]["ours"]))
-    columns = ("policy", "kvpress", "kvtool finds", "kvpress finds", "texts that differ")
-    parts = [text, _table((*columns, "kvtool - kvpress"), rows)]
+    columns = ("policy", "kvpress", "kvtool finds", "kvpress finds", "difference", "same answers")
+    parts = [text, _table(columns, rows)]
     return "\n".join([*parts, f"{why['kvpress']}\n"] if "kvpress" in why else parts)
 
 

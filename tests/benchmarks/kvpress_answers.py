@@ -175,16 +175,17 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """What a policy finds on both sides, text by text."""
+    """What a policy finds on both sides, text by text.
+
+    Attributes:
+        same: answers that are the same in every letter.
+    """
 
     policy: str
     press: str
     ours: list[float]
     theirs: list[float]
-
-    @property
-    def differ(self) -> int:
-        return sum(own != other for own, other in zip(self.ours, self.theirs, strict=True))
+    same: int
 
     @property
     def interval(self) -> str:
@@ -201,23 +202,24 @@ def compared(
     for (policy, of), given in zip([*CASES.items(), ("full", None)], answers, strict=True):
         place = folders[str(kvtool.parse_policy(policy))]
         records = {each["id"]: each for each in Store(folder).records(place, "niah").values()}
-        ours, theirs = [], []
+        ours, theirs, same = [], [], 0
         for name, tokens in zip(run.samples["niah"], given, strict=True):
             [turn] = records[name]["turns"]
             said = tokenizer.decode(tokens, skip_special_tokens=True)
             ours.append(float(records[name]["scores"]["em"]))
             theirs.append(max(contains(said, one) for one in turn["references"]))
-        yield Line(policy, "" if of is None else spelled(of), ours, theirs)
+            same += turn["prediction"].strip() == said.strip()
+        yield Line(policy, "" if of is None else spelled(of), ours, theirs, same)
 
 
 def show(title: str, lines: list[Line]) -> None:
     """Print a row for each policy."""
-    columns = ("kvtool finds", "kvpress finds", "texts that differ", "kvtool - kvpress")
+    columns = ("kvtool finds", "kvpress finds", "kvtool - kvpress", "same answers")
     table = Table("policy", "kvpress", *columns, title=title)
     for line in lines:
         shares = [f"{statistics.fmean(side):.2f}" for side in (line.ours, line.theirs)]
-        apart = f"{line.differ} of {len(line.ours)}"
-        table.add_row(line.policy, line.press, *shares, apart, line.interval)
+        same = f"{line.same} of {len(line.ours)}"
+        table.add_row(line.policy, line.press, *shares, line.interval, same)
     Console(width=150).print(table)
 
 

@@ -93,13 +93,16 @@ def test_the_real_model_ranks_as_larger_ones_and_the_bundled_one_does_not():
 def test_answers_of_kvpress_are_set_beside_ours(results, tmp_path):
     """Six texts, of which kvpress answers one less; worked by hand."""
     line = {"policy": "keydiff", "press": "KeyDiffPress()", "ours": [1.0] * 6}
-    lines = [line | {"theirs": [0.0] + [1.0] * 5}, line | {"theirs": [1.0] * 6, "press": ""}]
+    lines = [
+        line | {"theirs": [0.0] + [1.0] * 5, "same": 4},
+        line | {"theirs": [1.0] * 6, "press": "", "same": 6},
+    ]
     written(results, tmp_path)
     (tmp_path / "kvpress.json").write_text(json.dumps({"title": "a model", "lines": lines}))
     (tmp_path / "why.json").write_text(json.dumps({"kvpress": "One text of six is a tie."}))
     text = PAGE.page(tmp_path)
-    assert "| `keydiff` | `KeyDiffPress()` | 1.000 | 0.833 | 1 | +0.167 [0, +0.500] |" in text
-    assert "| `keydiff` | – | 1.000 | 1.000 | 0 | 0 [0, 0] |" in text
+    assert "| `keydiff` | `KeyDiffPress()` | 1.000 | 0.833 | +0.167 [0, +0.500] | 4 |" in text
+    assert "| `keydiff` | – | 1.000 | 1.000 | 0 [0, 0] | 6 |" in text
     assert "float32 (a model)" in text
     assert "over 6 texts" in " ".join(text.split())
     assert "\nOne text of six is a tie.\n" in text
