@@ -21,6 +21,15 @@ _ROOM = 16  # bytes of a temporary's name beside that of its file
 _SHOWN = 40  # letters of a name that is too long
 
 
+def as_folder(name: str) -> str:
+    """Return a name as a folder can carry it.
+
+    >>> as_folder("streaming(sinks=2)@256")
+    'streaming_sinks=2_@256'
+    """
+    return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", name)
+
+
 def check_writable(path: Path, option: str) -> None:
     """Refuse a path that a long run could not be written to at its end.
 

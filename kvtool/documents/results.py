@@ -5,7 +5,6 @@ Results can be made anew from the records, which are checked against these schem
 
 from __future__ import annotations
 
-import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegative
 
 from kvtool.documents.claim import Claim, ClaimVerdict
 from kvtool.documents.document import Document, Section, ShownDocument, TokenCount, view
+from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.settings import Protocol, as_entry
 from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
@@ -22,11 +22,6 @@ COMPARISON = "kvtool.evaluation.corrected"
 """The module that compares variants: a name, since `evaluation` imports the documents."""
 
 Form = Literal["text", "csv", "latex", "markdown"]
-
-
-def as_folder(variant: str) -> str:
-    """Return the name of a variant as a folder can carry it."""
-    return re.sub(r"[^A-Za-z0-9.+@=,%_-]", "_", variant)
 
 
 class ModelUsed(Section):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.results import as_folder
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full

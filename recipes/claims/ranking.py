@@ -123,7 +123,8 @@ Of others: RULER at 4096 tokens, 13 tasks, the question unknown, half and a quar
 board, read 2026-08-05; its Expected Attention is `expected+ada`), and LongBench at 512 and 128
 tokens (SurrogateKV's data; PyramidKV from its published difference to SnapKV). Ours are codes in
 texts of about 1000 tokens: SmolLM2 at 512, 256, 512 and 128 tokens, the bundled model at half, a
-quarter, 256 and 64.
+quarter, 256 and 64. The bundled model has Expected Attention without epsilon: it finds nothing
+with it.
 
 {found}
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import kvtool
+from kvtool.documents.results import ResultsDocument
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "claims"
 SPEC = importlib.util.spec_from_file_location("claims_page", FOLDER / "page.py")
@@ -108,8 +109,45 @@ def test_answers_of_kvpress_are_set_beside_ours(results, tmp_path):
     assert "\nOne text of six is a tie.\n" in text
 
 
-def test_ranks_are_correlated():
-    ranking = runpy.run_path(str(FOLDER / "ranking.py"))
+@pytest.fixture(scope="module")
+def ranking():
+    return runpy.run_path(str(FOLDER / "ranking.py"))
+
+
+@pytest.mark.parametrize("table", ["HALF", "QUARTER"])
+def test_both_models_of_others_rank_nearly_alike(ranking, table):
+    columns = [list(column.values()) for column in ranking[table].values()]
+    assert ranking["spearman"](*columns) == pytest.approx(0.87, abs=0.05)
+
+
+def test_scores_are_means_of_shares_of_the_full_cache(ranking, results):
+    document = ResultsDocument.model_validate(results)
+    change = {("full", 0.4), ("roco@50%", 0.3), ("random@50%", 0.1)}
+    found = [
+        result.model_copy(update={"value": value, "best": 1.0})
+        for arm, value in sorted(change)
+        for result in document.results
+        if result.arm == arm
+    ]
+    run = document.model_copy(update={"results": found})
+    shares = {"roco": pytest.approx(75), "random": pytest.approx(25)}
+    assert ranking["scores"]([run], "50%") == shares
+    assert ranking["scores"]([run], 50) == {}
+
+
+def test_a_policy_that_one_side_lacks_is_not_ranked(ranking):
+    setting = ranking["Setting"]("later", {"theirs": {"a": 3.0, "b": 2.0, "c": 1.0}}, {})
+    agree = {}
+    table = ranking["_table"](setting, {"ours": {"a": 90.0, "c": 10.0, "d": 50.0}}, agree)
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == [
+        "| `a`",
+        "| `c`",
+        "| Spearman",
+    ]
+    assert agree == {"ours": [pytest.approx(1.0)]}
+
+
+def test_ranks_are_correlated(ranking):
     assert ranking["ranks"]([10.0, 30.0, 20.0, 20.0]) == [1.0, 4.0, 2.5, 2.5]
     assert ranking["spearman"]([1.0, 2.0, 3.0], [10.0, 30.0, 20.0]) == pytest.approx(0.5)
 
