@@ -32,12 +32,15 @@ REAL = {
     "known": (
         "smollm2/choosing-known.json",
         "smollm2/reading-known.json",
+        "smollm2/changing-known.json",
         "../../real-model/results/known.json",
     ),
     "later, kept": (
         "smollm2/choosing-later.json",
         "smollm2/reading-later.json",
+        "smollm2/changing-later.json",
         "../../real-model/results/later.json",
+        "smollm2/kvzip-later.json",
     ),
 }
 """The runs of the real model by when the question comes: the first that has a pair counts."""
