@@ -9,6 +9,7 @@ folder then has
 
     austen.txt      all novels, a paragraph a line: --data haystack=texts/austen/austen.txt
     chapters.jsonl  their chapters, the first of each novel first: --data ppl=..
+    novels.jsonl    each novel as a whole: --data ppl=..
     emma.txt ..     each novel
 """
 
@@ -193,13 +194,15 @@ def chapters(text: Sequence[str]) -> list[str]:
 
 
 def write(novels: dict[str, list[str]], folder: Path) -> None:
-    """Write novels, all of them together, and their chapters in turn."""
+    """Write novels, all of them together, and as rows, whole and by chapters in turn."""
     folder.mkdir(parents=True, exist_ok=True)
     texts = {name: paragraphs(lines) for name, lines in novels.items()}
-    for name, text in texts.items():
-        write_text(folder / f"{name}.txt", "\n\n".join(text) + "\n")
-    whole = [paragraph for text in texts.values() for paragraph in text]
-    write_text(folder / "austen.txt", "\n\n".join(whole) + "\n")
+    novels = {name: "\n\n".join(text) + "\n" for name, text in texts.items()}
+    for name, novel in novels.items():
+        write_text(folder / f"{name}.txt", novel)
+    write_text(folder / "austen.txt", "\n".join(novels.values()))
+    wholes = [{"book": name, "text": novel} for name, novel in novels.items()]
+    _write_rows(folder / "novels.jsonl", wholes)
     parts = {name: chapters(text) for name, text in texts.items()}
     rows = [
         {"book": name, "text": parts[name][number]}
@@ -207,8 +210,12 @@ def write(novels: dict[str, list[str]], folder: Path) -> None:
         for name in parts
         if number < len(parts[name])
     ]
+    _write_rows(folder / "chapters.jsonl", rows)
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, str]]) -> None:
     lines = (json.dumps(row, ensure_ascii=False) for row in rows)
-    write_text(folder / "chapters.jsonl", "".join(f"{line}\n" for line in lines))
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 1
     write(novels, folder)
-    sys.stderr.write(f"wrote {len(novels)} novels, austen.txt and chapters.jsonl to {folder}\n")
+    files = "austen.txt, novels.jsonl and chapters.jsonl"
+    sys.stderr.write(f"wrote {len(novels)} novels, {files} to {folder}\n")
     return 0
 
 

@@ -117,7 +117,8 @@ def folder(shipped_model, tmp_path) -> Path:
     novels = tmp_path / "texts" / "austen"  # what `python recipes/texts.py austen` fetches
     novels.mkdir(parents=True)
     (novels / "austen.txt").write_text(text)
-    (novels / "chapters.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    for name in ("novels", "chapters"):
+        (novels / f"{name}.jsonl").write_text(json.dumps({"text": text}) + "\n")
     write_harness_task(tmp_path)
     (tmp_path / "chat.jsonl").write_text("\n".join(CHAT))
     if importlib.util.find_spec("gguf") is not None:

@@ -62,11 +62,14 @@ def test_novels_are_read_and_written(texts, tmp_path, capsys):
     assert texts.main(["austen", "--deb", str(tmp_path / "austen.deb"), "-o", str(folder)]) == 0
     assert capsys.readouterr() == (
         "",
-        f"wrote 2 novels, austen.txt and chapters.jsonl to {folder}\n",
+        f"wrote 2 novels, austen.txt, novels.jsonl and chapters.jsonl to {folder}\n",
     )
     one = f"ONE\n\nCHAPTER I\n\n{LONG.strip()} went on.\n\nCHAPTER II\n\nShort.\n"
     assert (folder / "one.txt").read_text() == one
     assert (folder / "austen.txt").read_text().startswith(one.rstrip() + "\n\nTWO\n")
+    wholes = [json.loads(line) for line in (folder / "novels.jsonl").read_text().splitlines()]
+    assert [row["book"] for row in wholes] == ["one", "two"]
+    assert wholes[0]["text"] == one
     rows = [json.loads(line) for line in (folder / "chapters.jsonl").read_text().splitlines()]
     assert [row["book"] for row in rows] == ["one", "two", "two"]  # the first chapters first
     assert rows[0]["text"] == f"{LONG.strip()} went on."

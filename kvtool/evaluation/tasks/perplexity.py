@@ -2,7 +2,8 @@
 
 Each document begins with an empty cache and the tokenizer's first token. Positions stay the true
 ones. The likelihood of a token comes from what the cache held before it, and every variant scores
-the same positions, so that variants compare. Numbers measured with another `chunk` do not.
+the same positions, so that variants compare. Numbers measured with another `chunk` do not. With
+`prompt`, the beginning is read and cut as a prompt is, and the rest is followed as an answer.
 StreamingLLM (https://arxiv.org/abs/2309.17453, section 4.1) keeps its cache from one document to
 the next; this does not. EasyKV scores fewer tokens under a budget than without one; this does not
 either.
@@ -53,6 +54,8 @@ class Perplexity(Task):
         samples: documents per length.
         chunk: tokens fed at a time; by default one for policies that evict in every step, a block
             for those that cut a prompt.
+        prompt: tokens read first as a prompt, cut like one and not scored; what follows is fed
+            token by token, as it is generated.
         skip: tokens at the beginning that are not scored, in every variant.
         data: a text file, a dataset or a preset (`pg19`); the built-in text else.
     """
@@ -60,6 +63,7 @@ class Perplexity(Task):
     lengths: Lengths = (1024,)
     samples: Samples = 5
     chunk: Tokens | None = None
+    prompt: Tokens | None = None
     skip: Tokens = 1
     data: Data | None = None
 
@@ -71,6 +75,15 @@ class Perplexity(Task):
     @property
     def chat(self) -> bool:
         return False
+
+    @property
+    def _unscored(self) -> int:
+        return max(self.skip, self.prompt or 0)
+
+    @property
+    def _leaves_none(self) -> str:
+        name = "skip" if self._unscored == self.skip else "prompt"
+        return f"{name} {self._unscored} leaves none"
 
     def samples_of(self, length: int, tokens: TokenCounter) -> Iterator[tuple[str, str]]:
         """Yield names and texts of at least `length` tokens, as far as there are any."""
@@ -84,26 +97,31 @@ class Perplexity(Task):
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         for length in self.lengths:
-            if self.skip >= length:
-                raise UsageError(
-                    f"{self.name}: skip {self.skip} leaves none of {length} tokens to score"
-                )
+            if self._unscored >= length:
+                raise UsageError(f"{self.name}: {self._leaves_none} of {length} tokens to score")
             for name, text in self.samples_of(length, tokens):
                 yield Sample(f"length={length}/{name}", text, cell={"length": length})
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         ids = bench.encode(sample.context, special=True)
-        if self.skip >= ids.shape[1]:
-            raise KvtoolError(
-                f"the text has {ids.shape[1]} tokens, skip {self.skip} leaves none to score"
-            )
-        chunk = self.chunk or bench.chunk
-        logprobs, _ = bench.follow(bench.new_cache(), ids, chunk=chunk)
-        scored = logprobs[0, self.skip - 1 :].double()
-        edges = _edges(self.skip, ids.shape[1])
+        start = self._unscored
+        if start >= ids.shape[1]:
+            raise KvtoolError(f"the text has {ids.shape[1]} tokens, {self._leaves_none} to score")
+        cache = bench.new_cache()
+        if self.prompt is None:
+            chunk = self.chunk or bench.chunk
+            logprobs, _ = bench.follow(cache, ids, chunk=chunk)
+        else:
+            chunk = self.chunk or 1
+            cache.expect_length(ids.shape[1])
+            read, rest = ids[:, : self.prompt], ids[:, self.prompt :]
+            logits = bench.feed_first(cache, read, new_tokens=rest.shape[1])
+            logprobs, _ = bench.follow(cache, rest, chunk=chunk, first_logits=logits)
+        scored = logprobs[0, start - ids.shape[1] :].double()
+        edges = _edges(start, ids.shape[1])
         nll, count = [], []
         for low, high in itertools.pairwise(edges):
-            part = scored[low - self.skip : high - self.skip]
+            part = scored[low - start : high - start]
             nll.append(-part.sum().item())
             count.append(len(part))
         return {"chunk": chunk, "edges": edges, "nll": nll, "tokens": count}

@@ -3,11 +3,16 @@
 import math
 
 import pytest
+import torch
+from transformers import DynamicCache
 
+from kvtool.cache.build import build_cache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
+from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.tasks.perplexity import Perplexity
+from kvtool.generation import compress
 from tests.evaluation.variants import make_variants
 
 ARMS = make_variants(["h2o", "streaming", "snapkv"], ["40", "4K"])
@@ -119,3 +124,59 @@ def test_what_leaves_nothing_to_score_is_refused(loaded, counter, tmp_path):
     short.write_text("The old")
     with pytest.raises(KvtoolError, match="the text has 5 tokens, skip 9 leaves none to score"):
         measure(loaded, counter, ARMS[0], data=str(short), skip=9)
+
+
+def over_what_is_kept(loaded, ids, prompt: int, budget: int) -> float:
+    """The NLL after a prompt whose tokens SnapKV has cut, from a plain cache with the rest."""
+    cut = build_cache(loaded.model, "snapkv", budget=budget)
+    compress(loaded.model, cut, ids[:, :prompt])
+    plain = DynamicCache(config=loaded.model.config)
+    logits = [loaded.model(ids[:, :prompt], past_key_values=plain).logits[:, -1:]]
+    for i, layer in enumerate(plain.layers):
+        kept = cut.kept_positions(i)[..., None]
+        assert kept.shape[2] == budget < prompt
+        layer.keys, layer.values = (x.take_along_dim(kept, 2) for x in (layer.keys, layer.values))
+    for at in range(prompt, ids.shape[1] - 1):
+        position = torch.tensor([[at]])
+        step = loaded.model(ids[:, at : at + 1], past_key_values=plain, position_ids=position)
+        logits.append(step.logits)
+    logprobs = torch.cat(logits, 1).double().log_softmax(-1)
+    return -logprobs.gather(2, ids[:, prompt:, None]).mean().item()
+
+
+@torch.no_grad()
+def test_what_follows_a_prompt_is_scored_from_what_the_cut_left(loaded, counter):
+    task, samples, records = measure(loaded, counter, ARMS[5], prompt=200)
+    for sample, record in zip(samples, records, strict=True):
+        ids = loaded.tokenizer(sample.context, return_tensors="pt").input_ids
+        assert task.score(record)["nll"] == pytest.approx(
+            over_what_is_kept(loaded, ids, 200, 40), abs=1e-5
+        )
+        assert (record["chunk"], record["edges"][0]) == (1, 200)
+        assert sum(record["tokens"]) == ids.shape[1] - 200
+
+
+@pytest.mark.parametrize("arm", ARMS[::2], ids=lambda arm: arm.name)
+def test_a_prompt_that_fits_changes_nothing_but_where_scores_begin(loaded, counter, arm):
+    task, samples, records = measure(loaded, counter, arm, prompt=200, skip=210)
+    for sample, record in zip(samples, records, strict=True):
+        expected = plain(loaded, sample.context, 210)
+        assert task.score(record)["nll"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_variants_read_the_prompt_of_a_text_together(loaded, counter):
+    task = Perplexity(name="ppl", lengths="256", samples=1, prompt=200)
+    (sample,) = task.draw(counter)
+    prompts = SharedPrompts()
+    benches = [Bench(loaded, arm, Protocol(), prompts=prompts) for arm in ARMS]
+    prompts.begin(benches)
+    for bench, arm in zip(benches, ARMS, strict=True):
+        together = task.measure(bench, sample)
+        alone = task.measure(Bench(loaded, arm, Protocol()), sample)
+        assert together["cost"]["peak_memory_bytes"] is None  # it is of all variants together
+        assert together["nll"] == pytest.approx(alone["nll"], abs=1e-4)
+
+
+def test_a_prompt_that_leaves_nothing_to_score_is_refused(loaded, counter):
+    with pytest.raises(UsageError, match="ppl: prompt 256 leaves none of 256 tokens to score"):
+        list(Perplexity(name="ppl", lengths="256", prompt=256).draw(counter))
