@@ -19,6 +19,7 @@ ROOMS = (  # a subpackage imports itself and those before it
     "processes",
     "extras",
     "package_data",
+    "garbage",
     "plain_config",
     "transformers_versions",
     "model_shape",

@@ -18,6 +18,7 @@ from typer.core import TyperGroup
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import ReaderGone, fill_closed_streams, tell
 from kvtool.errors import KvtoolError, did_you_mean, is_out_of_memory
+from kvtool.garbage import collect_seldom
 from kvtool.version import VERSION
 
 COMMANDS = {
@@ -87,6 +88,7 @@ def root(
 
 def run(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit."""
+    collect_seldom()
     fill_closed_streams()
     code = main(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from kvtool.errors import UsageError
+from kvtool.garbage import collect_as_usual
 from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder, find_source
 from kvtool.models.load import CHECKPOINT, Loaded, load, load_config, load_tokenizer
@@ -187,6 +188,7 @@ def load_attached(
     from kvtool.cache.hooks.families import notes
 
     attach(loaded.model)
+    collect_as_usual()
     for line in notes(loaded.model.config):
         note(line)
     return loaded
