@@ -226,8 +226,8 @@ def _named(value: Any) -> Any:
 TASK_SETTINGS = (
     *("batch", "chunk", "compile", "data", "depths", "digits", "example", "golden"),
     *("haystack", "instruction", "lengths", "longest", "max_new_tokens", "memory", "mode"),
-    *("needles", "new_tokens", "preset", "prompts", "questions", "reference", "samples"),
-    *("shots", "skip", "temperature", "thinking", "turns"),
+    *("needles", "new_tokens", "preset", "prompt", "prompts", "questions", "reference"),
+    *("samples", "shots", "skip", "temperature", "thinking", "turns"),
 )
 
 
