@@ -178,4 +178,6 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tensor:
     """Compute what `kvtool.kernels.tables.row_product` does."""
-    return torch.matmul(part, take_rows(table, rows)[..., :columns]).float()
+    taken = take_rows(table, rows)
+    product = torch.bmm(part.flatten(0, 1), taken.flatten(0, 1)[..., :columns])
+    return product.view(*part.shape[:3], columns).float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.maths.selection import top_slots
+from kvtool.maths.selection import steps_to, top_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,8 @@ def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
     """
     import torch
 
-    norm, whole = (torch.linalg.vector_norm(q.float(), 1, -1, keepdim=True) for q in (part, query))
+    norm = torch.linalg.vector_norm(part.float(), 1, -1, keepdim=True)
+    whole = torch.linalg.vector_norm(query.float(), 1, -1, keepdim=True)
     return scale * torch.sqrt(whole.clamp(min=_TINY) / norm.clamp(min=_TINY))
 
 
@@ -59,10 +60,8 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, count, width), or (batch, kv_heads, group, count, width).
     """
-    import torch
-
     batch, heads, height, width = table.shape
-    first = torch.arange(0, batch * heads * height, height, device=table.device)
+    first = steps_to(batch * heads * height, height, table.device)
     first = first.view(batch, heads, *[1] * (rows.dim() - 2))
     flat = table.view(-1, width).index_select(0, (rows + first).flatten())
     return flat.view(*rows.shape, width)

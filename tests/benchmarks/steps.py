@@ -2,12 +2,15 @@
 
     python -m tests.benchmarks.steps                     # 2 minutes, 2 cores
     python -m tests.benchmarks.steps --model smollm2     # a real model, with random tokens
+    python -m tests.benchmarks.steps --profile           # and by which operators a step is dearer
 
 A prompt is read at once and cut to the budget. Then single tokens are decoded: a step of each
 policy, and one of `DynamicCache` with sdpa over as many tokens as the budget, in the same rounds.
 A policy without a budget (`full+int8`) holds as many.
 The ratio is the median over rounds. Operators are those that torch runs in a step, model included;
-calls are of functions of kvtool's.
+calls are of functions of kvtool's. `--profile` adds, of each policy on the first number of threads,
+the operators that take more time than in a step of the plain cache. It times them itself, which
+makes every one of them slower.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvtool
@@ -33,7 +37,22 @@ from tests.benchmarks.speed import dynamic_prompt, kvtool_prompt, median_ratio, 
 POLICIES = ["h2o", "h2o+caote", "roco", "tova", "snapkv", "keydiff", "rkv"]
 MORE = ["h2o+int8", "h2o+calidrop", "rocketkv", "quest"]
 WARM = 8
+PROFILED = 20  # steps
+SHOWN = 6  # operators of a policy
 PACKAGE = str(Path(kvtool.__file__).parent)
+
+
+@dataclass(frozen=True)
+class Operator:
+    """What an operator takes of a step, on average.
+
+    Attributes:
+        count: how often torch runs it.
+        us: microseconds of its own, without the operators that it runs.
+    """
+
+    count: float = 0
+    us: float = 0
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,7 @@ class Line:
     ratio: float
     operators: int
     calls: int
+    profile: dict[str, Operator]
 
 
 class _Operators(TorchDispatchMode):
@@ -74,6 +94,17 @@ def counted(step: Callable[[], object]) -> tuple[int, int]:
     finally:
         sys.setprofile(None)
     return operators.count, calls
+
+
+def profiled(step: Callable[[], object]) -> dict[str, Operator]:
+    """Operators of a step by name."""
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        for _ in range(PROFILED):
+            step()
+    return {
+        event.key: Operator(event.count / PROFILED, event.self_cpu_time_total / PROFILED)
+        for event in found.key_averages()
+    }
 
 
 def make_plain_step(plain, cache, token: torch.Tensor, length: int) -> Callable[[], object]:
@@ -107,7 +138,9 @@ def measure(models, args: argparse.Namespace) -> list[Line]:
         names = ["DynamicCache", *args.policies]
         for name, step, taken in zip(names, steps, [theirs, *others], strict=True):
             ratio = median_ratio(taken, theirs)
-            lines.append(Line(name, threads, statistics.median(taken), ratio, *counted(step)))
+            operators = profiled(step) if args.profile else {}
+            ms = statistics.median(taken)
+            lines.append(Line(name, threads, ms, ratio, *counted(step), operators))
     return lines
 
 
@@ -137,6 +170,26 @@ def show(lines: Sequence[Line], args: argparse.Namespace) -> None:
     Console(width=140).print(table)
 
 
+def show_profile(lines: Sequence[Line]) -> None:
+    """Print the operators that make a step dearer than that of the plain cache, dearest first."""
+    plain, *others = (line for line in lines if line.threads == lines[0].threads)
+    table = Table(title="beyond a step of DynamicCache, the profiler's own time included")
+    for name in ("cache", "operator", "times", "ms", "of all ms beyond it"):
+        table.add_column(name, justify="left" if name in ("cache", "operator") else "right")
+    for line in others:
+        more = {}
+        for name in line.profile.keys() | plain.profile.keys():
+            ours = line.profile.get(name, Operator())
+            theirs = plain.profile.get(name, Operator())
+            more[name] = Operator(ours.count - theirs.count, ours.us - theirs.us)
+        beyond = sum(each.us for each in more.values())
+        for name in sorted(more, key=lambda name: -more[name].us)[:SHOWN]:
+            each = more[name]
+            shown = (f"{each.count:+.0f}", f"{each.us / 1e3:.2f}", f"{beyond / 1e3:.2f}")
+            table.add_row(line.policy, name, *shown)
+    Console(width=120).print(table)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run it."""
     parser = argparse.ArgumentParser(
@@ -151,10 +204,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=40, help="rounds (40)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--policies", nargs="+", default=[*POLICIES, *MORE])
+    parser.add_argument("--profile", action="store_true", help="show operators as well")
     args = parser.parse_args(argv)
     before = torch.get_num_threads()
     try:
-        show(measure(models_of(args.model), args), args)
+        lines = measure(models_of(args.model), args)
+        show(lines, args)
+        if args.profile:
+            show_profile(lines)
     finally:
         torch.set_num_threads(before)
 

@@ -183,7 +183,9 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
     out, read, slots = [], 0, layer.slots
     chosen: list[Tensor | None] = []
     for each in entries:
-        keys, values = slots.keys[each.rows], slots.values[each.rows]
+        keys, values = slots.keys, slots.values
+        if len(entries) > 1:
+            keys, values = keys[each.rows], values[each.rows]
         each.append(keys, values)
         part, numbers, choice = _attend_entries(each, call, keys, values)
         out.append(part)
@@ -226,7 +228,7 @@ def _attend_rows(
 
     That is how many numbers, and which slots, as `Choice` has them; None: all.
     """
-    query = call.query[entries.rows]
+    query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)
     slots = choice.slots
@@ -239,7 +241,7 @@ def _attend_rows(
             key, value = entries.candidates(keys), entries.candidates(values)
         else:
             key, value = take_slots(slots, keys, values)
-        out, pairs = _attend_pairs(call, query, key, value), key[..., 0].numel()
+        out, pairs = _attend_pairs(call, query, key, value), key.shape[:-1].numel()
     out = _with_rest(out, grouped, choice.weight, choice.rest)
     rows_and_heads = keys.shape[0] * keys.shape[1]
     pair = keys.shape[-1] + values.shape[-1]

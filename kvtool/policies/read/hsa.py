@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.pages import pages_of
-from kvtool.maths.selection import top_slots
+from kvtool.maths.selection import steps_to, top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
@@ -79,20 +79,21 @@ class HSA(Paged):
         return layer.kv_heads * (estimate + read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
-        pages, channels = pages_of(view.tokens, self.page_size), fixed(self.k1)
+        tokens, page, channels = view.tokens, fixed(self.page), fixed(self.k1)
+        pages = pages_of(tokens, page)
         used = heaviest_channels(view.query, channels)
         part = take_channels(view.query, used)
         negative = view.query.float().sum(2).gather(2, used) < 0
         rows = used + negative * view.query.shape[-1]
         logits = row_product(part, view.tables["bounds"], rows, pages)
         logits *= partial_scale(view.query, part, view.scale)
-        share = logits - self._log_sum(logits, view.tokens)
-        slots = self._best_tokens(share.exp().mean(2), view.tokens)
+        share = logits.softmax(-1)  # as if all pages were whole
+        if missing := pages * page - tokens:
+            share = share / (1 - share[..., -1:] * (missing / page))
+        slots = self._best_tokens(share.mean(2), tokens)
         return Choice(slots, estimate=channels * pages)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        import torch
-
         tokens, page, k1 = view.tokens, view.sizes["page"], view.sizes["k1"]
         pages = pages_of_rows(tokens, page)
         used = heaviest_channels(view.query, k1.most)
@@ -103,34 +104,24 @@ class HSA(Paged):
         logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), pages)
         final = pages.tensor - 1
         last = tokens.tensor - final * page.tensor
-        order = torch.arange(pages.most, device=last.device)
-        counts = torch.where(order == final, last, page.tensor).log()
-        share = logits - (logits + counts[:, :, None]).logsumexp(-1, keepdim=True)
+        share = logits.softmax(-1)  # as if all pages were whole
+        final_share = share.gather(3, final[..., None].expand(*share.shape[:3], 1))
+        missing = (page.tensor - last) / page.tensor
+        share = share / (1 - final_share * missing[..., None])
         k = tokens.least(view.sizes["k"])
-        slots = _best_of_rows(share.exp().mean(2), k, page, pages, last)
+        slots = _best_of_rows(share.mean(2), k, page, pages, last)
         sizes = zip(k1.known, pages.known, strict=True)
         return RowsChoice(slots, k.known, [channels * count for channels, count in sizes])
 
-    def _log_sum(self, logits: Tensor, tokens: int) -> Tensor:
-        """Sum over tokens, in logarithms: every page counts once for each of its tokens."""
-        last = tokens - (logits.shape[-1] - 1) * self.page_size
-        counts = logits.new_full((logits.shape[-1],), self.page_size)
-        counts[-1] = last
-        return (logits + counts.log()).logsumexp(-1, keepdim=True)
-
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """Take the first `k` tokens of the pages in the order of their scores."""
-        import torch
-
-        k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], self.page_size
+        k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], fixed(self.page)
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
-        within = torch.arange(min(page, tokens), device=scores.device)
+        within = steps_to(min(page, tokens), 1, scores.device)
         slots = (ranked[..., None] * page + within).flatten(2)
         if partial:  # places behind the last token go behind all others
-            place = torch.arange(slots.shape[2], device=scores.device)
-            place = torch.where(slots < tokens, place, slots.shape[2])
-            slots = slots.gather(2, place.argsort(dim=-1, stable=True))
+            slots = slots.gather(2, (slots >= tokens).sort(dim=-1, stable=True).indices)
         return slots[..., :k]
 
 
