@@ -14,7 +14,7 @@ import torch
 from kvtool import parse_policy
 from kvtool.models.load import load_tokenizer
 from tests.benchmarks import __main__ as all_of_them
-from tests.benchmarks import headline, kvpress, kvpress_answers
+from tests.benchmarks import headline, kvpress, kvpress_answers, llama_cpp
 from tests.benchmarks.models import build_models
 
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
@@ -132,6 +132,46 @@ def test_a_policy_that_is_not_there_says_so_and_asks_nothing():
     assert "norm" in missing.without
 
 
+OTHER_SIDE = """
+import json, sys
+settings = json.loads(sys.argv[1])
+print(json.dumps({"ready": "0"}), flush=True)
+for line in sys.stdin:
+    asked = json.loads(line)
+    taken = {"prompt_s": len(asked["tokens"]), "decode_ms": asked["new"], "peak_mib": 77}
+    print(json.dumps({"refused": "too long"} if settings["shift"] else taken), flush=True)
+"""
+
+
+@pytest.mark.exhaustive
+def test_llama_cpp_takes_turns_with_caches_of_kvtool(tmp_path, monkeypatch, capsys):
+    tiny = "--model reference --vocabulary 1000 --lengths 64 --budget 40 --block 16 --new 5 "
+    monkeypatch.setattr(llama_cpp, "SIDE", tmp_path / "side.py")
+    llama_cpp.SIDE.write_text(OTHER_SIDE)
+    llama_cpp.main([*tiny.split(), "--rounds", "1", "--threads", "1"])
+    rows = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    shown = {
+        name.strip(): [float(cell) for cell in cells]
+        for name, *cells in rows
+        if "-" not in cells[0]
+    }
+    assert shown["llama.cpp, f16"] == shown["llama.cpp, q8_0"] == [64, 5, 77]
+    ours = ("kvtool, full", "kvtool, snapkv, 40 tokens", "kvtool, h2o, 40 tokens")
+    for name in (*ours, "kvtool, h2o, 40 tokens, in blocks"):
+        assert shown[name][2] > 77  # MiB of a process that has imported torch
+
+
+def test_what_llama_cpp_refuses_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(llama_cpp, "SIDE", tmp_path / "side.py")
+    monkeypatch.setattr(llama_cpp, "OURS", ())
+    llama_cpp.SIDE.write_text(OTHER_SIDE)
+    llama_cpp.main(["--lengths", "48", "--new", "5"])
+    assert capsys.readouterr().out.endswith("that shifts, 48 tokens: too long\n")
+    llama_cpp.SIDE.write_text("print('no such package'); raise SystemExit(3)")
+    llama_cpp.main(["--lengths", "48", "--new", "5"])
+    assert "llama.cpp, f16, 48 tokens: no such package\n" in capsys.readouterr().out
+
+
 SMOKE = {
     "speed": "--lengths 48 --budgets 16 --policies h2o snapkv(window=4) --repeats 1 --steps 3",
     "reading": "--length 64 --budget 16 --policies quest --steps 3",
@@ -146,8 +186,8 @@ SMOKE = {
     "kvpress_answers": "--model reference --length 256 --budget 100 --depths 1 --samples 1 "
     "--digits 7 --haystack builtin --folder {tmp}",
 }
-DRIVEN = ("headline", "models", "decoding", "prefilling", "turns")  # by the headline's tests above
-ELSEWHERE = ("kvpress_side", "kvpress_answers_side")  # in an environment of kvpress
+DRIVEN = ("headline", "models", "decoding", "prefilling", "turns", "llama_cpp")  # by tests above
+ELSEWHERE = ("kvpress_side", "kvpress_answers_side", "llama_cpp_side")  # in other environments
 
 
 def test_no_benchmark_is_left_out():
@@ -156,7 +196,12 @@ def test_no_benchmark_is_left_out():
 
 
 def test_the_list_tells_what_every_benchmark_answers_and_how_long_it_takes(capsys):
-    assert {each.name for each in all_of_them.benchmarks()} == {*SMOKE, "headline", "gpu"}
+    assert {each.name for each in all_of_them.benchmarks()} == {
+        *SMOKE,
+        "headline",
+        "llama_cpp",
+        "gpu",
+    }
     assert all_of_them.main([]) == 0
     told = capsys.readouterr().out
     for each in all_of_them.benchmarks():
