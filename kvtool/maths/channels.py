@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvtool.maths.selection import steps_to, top_slots
+from kvtool.maths.selection import top_slots
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +60,10 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, count, width), or (batch, kv_heads, group, count, width).
     """
+    import torch
+
     batch, heads, height, width = table.shape
-    first = steps_to(batch * heads * height, height, table.device)
+    first = torch.arange(0, batch * heads * height, height, device=table.device)
     first = first.view(batch, heads, *[1] * (rows.dim() - 2))
     flat = table.view(-1, width).index_select(0, (rows + first).flatten())
     return flat.view(*rows.shape, width)

@@ -6,11 +6,9 @@ positions.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -67,19 +65,6 @@ def top_mask(
     if count == 0:
         return torch.zeros_like(allowed)
     return key >= key.kthvalue(key.shape[-1] - count + 1, -1, keepdim=True).values
-
-
-@lru_cache(maxsize=64)
-def steps_to(stop: int, step: int, device: torch.device) -> Tensor:
-    """Count from 0 to below `stop` by `step`, in a tensor that is made once and only read.
-
-    Returns:
-        (ceil(stop / step),) int64.
-    """
-    import torch
-
-    with torch.inference_mode(False):
-        return torch.arange(0, stop, step, device=device)
 
 
 def top_slots(scores: Tensor, count: int) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.maths.selection import steps_to
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
 from kvtool.policies.read.rows import PerRow, RowsRead
@@ -143,7 +142,7 @@ def take_slots(slots: Tensor, *buffers: Tensor) -> Iterator[Tensor]:
         (batch, kv_heads, count, dim), or (batch, kv_heads * group, count, dim), of each buffer.
     """
     batch, heads, capacity, _ = buffers[0].shape
-    first = steps_to(batch * heads * capacity, capacity, slots.device)
+    first = torch.arange(0, batch * heads * capacity, capacity, device=slots.device)
     places = (slots + first.view(batch, heads, *[1] * (slots.dim() - 2))).flatten()
     shape = batch, slots.shape[1:-1].numel(), slots.shape[-1]
     for buffer in buffers:

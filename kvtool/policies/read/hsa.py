@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.pages import pages_of
-from kvtool.maths.selection import steps_to, top_slots
+from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
@@ -115,10 +115,12 @@ class HSA(Paged):
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """Take the first `k` tokens of the pages in the order of their scores."""
+        import torch
+
         k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], fixed(self.page)
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
-        within = steps_to(min(page, tokens), 1, scores.device)
+        within = torch.arange(min(page, tokens), device=scores.device)
         slots = (ranked[..., None] * page + within).flatten(2)
         if partial:  # places behind the last token go behind all others
             slots = slots.gather(2, (slots >= tokens).sort(dim=-1, stable=True).indices)

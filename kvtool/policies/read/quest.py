@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from kvtool.kernels.tables import page_scores
 from kvtool.maths.pages import pages_of
-from kvtool.maths.selection import steps_to, top_slots
+from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import RowsChoice, RowsView, drop_beyond, hide_beyond
@@ -72,7 +72,7 @@ class Quest(Paged):
         bounds = view.tables["bounds"]
         scores = page_scores(view.query, bounds, pages)
         best = top_slots(scores[..., :-1], chosen - 1)
-        within = steps_to(page, 1, best.device)
+        within = torch.arange(page, device=best.device)
         last = torch.arange((pages - 1) * page, view.tokens, device=best.device)
         slots = (best[..., None] * page + within).flatten(2)
         slots = torch.cat([slots, last.expand(*slots.shape[:2], -1)], 2)
