@@ -24,14 +24,27 @@ def test_every_value_is_in_a_case_and_no_more_cases_are_taken_than_need_be():
         assert max(counts) - min(counts) <= 2, axis
 
 
+def test_every_two_values_meet_and_three_need_not():
+    cases = product(policy=36, budget=3, mode=2, family=2)
+    chosen = [cases[i] for i in each_once(cases, together=2)]
+    assert len(chosen) <= 36 * 3 + 4
+    for one, other in itertools.combinations(cases[0], 2):
+        found = {(case[one], case[other]) for case in chosen}
+        assert found == {(case[one], case[other]) for case in cases}
+    assert len({(case["policy"], case["mode"], case["family"]) for case in chosen}) < 36 * 4
+    pairs = product(policy=7, mode=3)
+    assert each_once(pairs, together=2) == set(range(21))
+    assert each_once(product(policy=5), together=2) == set(range(5))
+
+
 def test_the_choice_is_the_same_every_time():
     cases = product(policy=7, mode=3)
     assert each_once(cases) == each_once(cases)
     assert each_once([{"policy": 0}]) == {0}
 
 
-def test_the_two_tiers_together_are_all_cases(pytester):
-    pytester.makeini("[pytest]\nmarkers =\n  each_once: a\n  few: c\n  exhaustive: b\n")
+def test_the_tiers_together_are_all_cases(pytester):
+    pytester.makeini("[pytest]\nmarkers =\n  each_once: a\n  few: c\n  exhaustive: b\n  slow: d\n")
     pytester.makeconftest(
         "import pytest\nfrom tests.tiers import mark_the_rest\n"
         "@pytest.hookimpl(tryfirst=True)\n"
@@ -46,11 +59,22 @@ def test_the_two_tiers_together_are_all_cases(pytester):
         "@pytest.mark.few(3)\n"
         "@pytest.mark.parametrize('a', range(7))\n"
         "def test_some(a): pass\n"
+        "@pytest.mark.each_once\n"
+        "@pytest.mark.parametrize('c', 'xy')\n"
+        "@pytest.mark.parametrize('b', 'xy')\n"
+        "@pytest.mark.parametrize('a', 'xy')\n"
+        "def test_three(a, b, c): pass\n"
     )
-    few = pytester.runpytest_inprocess("-m", "not exhaustive", "-p", "no:xdist")
-    few.assert_outcomes(passed=5 + 3, deselected=5 + 4)
-    rest = pytester.runpytest_inprocess("-m", "exhaustive", "-p", "no:xdist")
-    rest.assert_outcomes(passed=5 + 4, deselected=5 + 3)
+
+    def passed(marks):
+        outcome = pytester.runpytest_inprocess("-m", marks, "-p", "no:xdist").parseoutcomes()
+        return outcome["passed"]
+
+    assert passed("not exhaustive and not slow") == 5 + 3 + 2
+    paired, left = passed("exhaustive"), passed("slow")
+    assert passed("not slow") == 5 + 3 + 2 + paired
+    assert paired + left == 5 + 4 + 6
+    assert left in (2, 3, 4)  # of eight cases, four hold every two values
 
 
 def test_few_cases_are_spread_over_all():

@@ -1,27 +1,30 @@
-"""Two tiers: `pytest` takes a few cases of each product, `pytest -m exhaustive` the others.
+"""Tiers: `pytest` takes a few cases of each product, `-m exhaustive` others, `-m slow` the rest.
 
 A test marked `each_once` runs by default only enough of its cases to have every value of every
 `parametrize` in one; of one marked `few(n)`, n cases (of those, if it is both). The others are
-marked `exhaustive`. A case or a test that is too dear for the default run is marked `exhaustive`
-itself, where it is written.
+marked `exhaustive`; of `each_once`, those that are needed to have every two values together, and
+what is left then, `slow`. A case or a test that is too dear for the default run is marked
+`exhaustive` itself, where it is written.
 """
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import pytest
 
 
-def each_once(cases: Sequence[Mapping[str, Hashable]]) -> set[int]:
+def each_once(cases: Sequence[Mapping[str, Hashable]], together: int = 1) -> set[int]:
     """Choose few cases that hold every value of every axis, values used about equally often.
 
     Args:
         cases: of each, its value by axis.
+        together: how many values have to meet in a case: 2 for every pair that some case has.
 
     Returns:
         Indices of those chosen, the same ones for the same cases.
     """
-    sides = [set(case.items()) for case in cases]
+    sides = [set(itertools.combinations(case.items(), min(together, len(case)))) for case in cases]
     left, used, chosen = set().union(*sides), Counter(), set()
     while left:
         best = max(
@@ -57,14 +60,15 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
         if item.get_closest_marker("each_once") or item.get_closest_marker("few"):
             groups[item.path, item.originalname].append(item)
     for group in groups.values():
-        chosen = set(range(len(group)))
+        chosen = paired = set(range(len(group)))
         if group[0].get_closest_marker("each_once"):
-            chosen = each_once([axes(item) for item in group])
+            cases = [axes(item) for item in group]
+            chosen, paired = each_once(cases), each_once(cases, together=2)
         if mark := group[0].get_closest_marker("few"):
             chosen = few(*mark.args, sorted(chosen))
         for i, item in enumerate(group):
             if i not in chosen:
-                item.add_marker(pytest.mark.exhaustive)
+                item.add_marker(pytest.mark.exhaustive if i in paired else pytest.mark.slow)
 
 
 def first(count: int, values: Iterable) -> list:

@@ -19,7 +19,7 @@ from kvtool.processes import joined
 from tests.cache.test_planned_heads import planned
 from tests.models_for_tests import any_cache, random_ids
 
-BUDGET, PROMPT, NEW = 24, 61, 16
+BUDGET, PROMPT, NEW = 24, 61, 8
 
 
 def policies() -> list[str]:

@@ -184,9 +184,15 @@ def joined_in_flight(model, policy: str, mode: str) -> Run:
     return done
 
 
+def by_turns():
+    """One scenario of each policy, and the other one in the slow tier."""
+    for i, policy in enumerate(policies()):
+        for j, scenario in enumerate((read_together, joined_in_flight)):
+            yield pytest.param(policy, scenario, marks=[pytest.mark.slow] * ((i + j) % 2))
+
+
 @pytest.mark.few(3)
-@pytest.mark.parametrize("scenario", [read_together, joined_in_flight])
-@pytest.mark.parametrize("policy", policies())
+@pytest.mark.parametrize(("policy", "scenario"), list(by_turns()))
 def test_shared_prompts_and_batches_in_flight_run_on_the_device_alone(policy, scenario):
     check(elsewhere(), policy, "full", scenario)
 

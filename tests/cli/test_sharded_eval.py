@@ -14,7 +14,7 @@ from kvtool.documents.results import ResultsDocument
 from tests.launch import finish, launch
 
 QUICK = ("eval", "-t", "niah,fidelity", "--lengths", "256", "--no-plots", "-f", "json")
-RUN = (*QUICK, "--limit", "8", "-p", "streaming,h2o+caote", "-b", "32")
+RUN = (*QUICK, "--limit", "4", "-p", "streaming,h2o+caote", "-b", "32")
 LOST = "another process has ended before its work was done"
 
 
@@ -82,11 +82,12 @@ def test_a_killed_process_loses_its_running_sample_and_the_run_goes_on(
     assert (code, out, killed) == (1, "", -signal.SIGKILL)
     assert err.startswith(f"error: {LOST}\n")
     assert (part / "samples").is_dir()
-    kept = set(keys(tmp_path / "run"))
+    kept, of_first = set(keys(tmp_path / "run")), set(keys(tmp_path / "run" / "samples"))
     assert len(kept) < len(keys(alone / "run"))
     state = ResultsDocument(**json.loads((tmp_path / "run/results.json").read_text()))
     assert not state.complete
-    assert sum(result.n for result in state.results) == len(kept)
+    # it is written when the first process has ended its share, maybe before the other was killed
+    assert len(of_first) <= sum(result.n for result in state.results) <= len(kept)
 
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     three = finish(launch(3, "-m", "kvtool", *RUN, "-o", "run", folder=tmp_path))

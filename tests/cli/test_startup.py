@@ -198,11 +198,13 @@ def test_a_dry_evaluation_is_outlined_without_the_hub(hub, monkeypatch, given, m
     assert hub.asked == (0 if offline or "recipes" in given[0] else 1)
 
 
-RECIPES = sorted(path.name for path in Path("recipes").glob("*.yaml"))
-
-
 @pytest.mark.exhaustive
-@pytest.mark.few(1)
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_dry_run_of_every_recipe_needs_no_hub(hub, recipe):
-    assert ended("eval", f"recipes/{recipe}", "--dry-run")[-1].startswith("0 ")
+def test_a_dry_run_of_every_recipe_needs_no_hub(hub):
+    recipes = sorted(map(str, Path("recipes").glob("*.yaml")))
+    program = (
+        "import sys\nfrom kvtool.cli.main import main\n"
+        "print({name: main(['eval', name, '--dry-run']) for name in sys.argv[1:]})"
+    )
+    run = [sys.executable, "-c", program, *recipes]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(recipes, 0)), done.stderr
