@@ -11,7 +11,7 @@ reasons, by the name of the run, and its `smollm2` the runs of the real model.
 import json
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,6 +48,9 @@ ELSEWHERE = ("key-bits", "later-turns", "reasoning", "rocketkv-turns")
 """Claims of reasoning and conversations, which no code in a text tests."""
 SMALLEST = {"64": "128"}
 """The smallest budget of the claims, and the real model's in its place."""
+LONGER = "smollm2/longer-known.json"
+DOUBLED = {"128": "256", "256": "512", "512": "1024"}
+"""Budgets of texts of 1K tokens, and the same shares of 2K."""
 BELIEVED = 0.9
 """What the full cache must score for the real model's verdict to be believed."""
 STEP_S = 0.042
@@ -143,6 +146,14 @@ difference has its paired 95 % interval over {n} texts. *Same answers* are so in
 """
 
 
+AT_2K = """## At twice the length
+
+SmolLM2 reads texts of about 2000 tokens in place of 1000, under twice the budgets
+([recipe](smollm2/longer-known.yaml)): 256 and 512 tokens for each layer and KV head. The question
+is known. Of each claim, both columns have the pairs that were measured at both lengths.
+"""
+
+
 class Judged(NamedTuple):
     """A claim by the runs of one model: what is to be compared, and what the whole says."""
 
@@ -166,7 +177,7 @@ def page(folder: Path) -> str:
         mine = _judge(claim, [] if run is None else [run])
         on_real = run is not None and run.model.id == "smollm2"
         asked = [] if recipe.stem in ELSEWHERE else real[mode]
-        theirs = mine if on_real else _judge(_at_larger_budgets(claim), asked)
+        theirs = mine if on_real else _judge(_at_budgets(claim, SMALLEST), asked)
         cells = [
             f"[{claim.says}](#{recipe.stem})" if run or theirs.verdict else claim.says,
             mode,
@@ -195,7 +206,7 @@ def page(folder: Path) -> str:
     ranking = runpy.run_path(str(HERE / "ranking.py"))["section"](folder)
     measured = [_where(each) for runs in real.values() for each in runs]
     made = "## smollm2\n\n" + "\n\n".join(dict.fromkeys(measured)) + "\n" if measured else ""
-    whole = [_table(COLUMNS, rows), ranking, _beside(folder, why), *parts, made]
+    whole = [_table(COLUMNS, rows), ranking, _longer(folder), _beside(folder, why), *parts, made]
     return head + "\n".join(filter(None, whole))
 
 
@@ -227,15 +238,41 @@ def _judge(claim: Claim, runs: Sequence[ResultsDocument]) -> Judged:
     return Judged(joined(rows), each, min(scores, default=None))
 
 
-def _at_larger_budgets(claim: Claim) -> Claim:
-    def larger(budgets: Sequence[int | str]) -> list[str]:
-        return list(dict.fromkeys(SMALLEST.get(str(each), str(each)) for each in budgets))
+def _at_budgets(claim: Claim, others: Mapping[str, str]) -> Claim:
+    """Return a claim with some of its budgets replaced."""
+
+    def replaced(budgets: Sequence[int | str]) -> list[str]:
+        return list(dict.fromkeys(others.get(str(each), str(each)) for each in budgets))
 
     pairs = [
-        pair.model_copy(update={"budgets": larger(pair.budgets), "than_at": larger(pair.than_at)})
+        pair.model_copy(
+            update={"budgets": replaced(pair.budgets), "than_at": replaced(pair.than_at)}
+        )
         for pair in claim.pairs
     ]
     return claim.model_copy(update={"pairs": pairs})
+
+
+def _longer(folder: Path) -> str:
+    """Set verdicts on longer texts beside those on the others; empty where none were read."""
+    if not (folder / LONGER).is_file():
+        return ""
+    long, short = read_results_file(folder / LONGER), _read_all(folder, REAL["known"])
+    rows = []
+    for recipe in sorted(HERE.glob("*.yaml"), key=lambda path: path.stem):
+        claim, mode = _asked(recipe)
+        if mode != "known" or recipe.stem in ELSEWHERE:
+            continue
+        claim = _at_budgets(claim, SMALLEST)
+        found = _judge(_at_budgets(claim, DOUBLED), [long]).verdict
+        if found is None:
+            continue
+        compared = {(row.arm, row.than) for row in found.rows}
+        pairs = [pair for pair in claim.pairs if (pair.arm, pair.than) in compared]
+        before = _judge(claim.model_copy(update={"pairs": pairs}), short)
+        said = [_told(None, before), claim_in_words(found)]
+        rows.append([f"[{claim.says}](#{recipe.stem})", *said])
+    return "\n".join([AT_2K, _table(("claim", "texts of 1K", "texts of 2K"), rows), _where(long)])
 
 
 def _told(run: ResultsDocument | None, judged: Judged) -> str:

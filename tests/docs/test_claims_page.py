@@ -91,6 +91,39 @@ def test_the_real_model_ranks_as_larger_ones_and_the_bundled_one_does_not():
     assert "its scores are not on\nthe first page" in text
 
 
+def test_longer_texts_are_judged_at_the_same_shares(tmp_path):
+    """The budgets of the claim are doubled; pairs that one length lacks are left out."""
+    known = FOLDER / "results" / "smollm2" / "choosing-known.json"
+    run = ResultsDocument(**json.loads(known.read_text()))
+    larger = {128: 256, 256: 512, None: None}
+    wanted = ("full", "h2o", "h2o+caote", "random", "streaming", "tova")
+    arms = {
+        arm.name: arm.model_copy(
+            update={"name": arm.name.replace(f"@{arm.budget}", f"@{larger[arm.budget]}")}
+            | {"budget": larger[arm.budget]}
+        )
+        for arm in run.arms
+        if arm.policy in wanted
+    }
+    longer = [
+        result.model_copy(update={"arm": arms[result.arm].name})
+        for result in run.results
+        if result.arm in arms
+    ]
+    changed = {"name": "longer-known", "arms": list(arms.values()), "results": longer}
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "smollm2" / known.name).write_text(known.read_text())
+    assert PAGE._longer(tmp_path) == ""
+    file = tmp_path / "smollm2" / "longer-known.json"
+    file.write_text(run.model_copy(update=changed).to_json())
+    section = PAGE._longer(tmp_path)
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "](#" in line]
+    assert {row[0].rpartition("](#")[2] for row in rows} >= {"caote)", "order)"}
+    for name, short, long in rows:
+        assert short == long, name  # the scores are the same ones
+    assert "`longer-known` was measured with smollm2" in section
+
+
 def test_answers_of_kvpress_are_set_beside_ours(results, tmp_path):
     """Six texts, of which kvpress answers one less; worked by hand."""
     line = {"policy": "keydiff", "press": "KeyDiffPress()", "ours": [1.0] * 6}
