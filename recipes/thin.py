@@ -4,9 +4,9 @@
 
 The first is the folder of a run, or a file of results. Left out is what can be derived from the
 scores of the samples (differences, verdicts, scores by cell, curves) and what no page reads. A
-folder's records have the likelihood of right answers, too (`answers: scored`): it is kept by
-sample as a task of its own, `niah (nll)`, so that policies can be compared by it. A result is a
-line.
+folder's records have the likelihood of right answers, too (`answers: scored`): but for perplexity,
+it is kept by sample as a task of its own, `niah (nll)`, so that policies can be compared by it. A
+result is a line.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def likelihoods(document: ResultsDocument, folder: Path) -> Iterator[TaskResult]
     places = {arm.name: arm.folder for arm in document.arms}
     for result in document.results:
         [mean] = [each for each in result.metrics if each.name == "nll"] or [None]
-        if mean is None:
+        if mean is None or result.metric == "ppl":  # e to its power
             continue
         records = store.records(places[result.arm], result.task)
         found = {record["id"]: record["scores"]["nll"] for record in records.values()}

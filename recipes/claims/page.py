@@ -34,6 +34,7 @@ REAL = {
         "smollm2/reading-known.json",
         "smollm2/changing-known.json",
         "../../real-model/results/known.json",
+        "../../real-model/results/novels.json",
     ),
     "later, kept": (
         "smollm2/choosing-later.json",
@@ -43,7 +44,7 @@ REAL = {
         "smollm2/kvzip-later.json",
     ),
 }
-"""The runs of the real model by when the question comes: the first that has a pair counts."""
+"""The runs of the real model by when the question comes, the novels' text going on in its place."""
 ELSEWHERE = ("key-bits", "later-turns", "reasoning", "rocketkv-turns")
 """Claims of reasoning and conversations, which no code in a text tests."""
 SMALLEST = {"64": "128"}
@@ -94,8 +95,9 @@ anywhere, with this many samples. Intervals are not widened for the number of co
 two policies are equal, one comparison in forty fails by chance.
 
 Where a claim is of 64 tokens, SmolLM2 has 128. Its comparisons with n=50 are of runs made for this
-page ([recipes](smollm2)). Those with n=100 are of the [page of that
-model](../real-model/README.md), where a question that comes later is read under the budget, too.
+page ([recipes](smollm2)). Those with n=100 and n=6 are of the [page of that
+model](../real-model/README.md): a question that comes later is read under the budget there, too,
+and `ppl` is of six novels, cut at 3904 tokens and then read token by token; it asks no question.
 Claims of reasoning and of conversations have none: codes do not test them.
 
 A budget in tokens is for each layer and KV head. A budget in percent, and every share of a cache,
@@ -222,17 +224,21 @@ def _read_all(folder: Path, files: Sequence[str]) -> list[ResultsDocument]:
 
 
 def _judge(claim: Claim, runs: Sequence[ResultsDocument]) -> Judged:
-    """Judge a claim by several runs; what a pair gives is taken from the first that has it."""
+    """Judge a claim by several runs; a pair on a task is taken from the first that has it."""
     rows: list[ClaimRow] = []
     each: dict[tuple[str, ...], ClaimRow] = {}
     scores = []
     for run in runs:
-        known = {(row.arm, row.than) for row in rows}
-        pairs = [pair for pair in claim.pairs if (pair.arm, pair.than) not in known]
-        found = judge_claim(claim.model_copy(update={"pairs": pairs}), run)
-        if found is not None:
-            rows += found.rows
-            each |= _each_budget(claim.model_copy(update={"pairs": pairs}), run)
+        known = {(row.arm, row.than, row.task) for row in rows}
+        found = judge_claim(claim, run)
+        new = [
+            row
+            for row in ([] if found is None else found.rows)
+            if (row.arm, row.than, row.task) not in known
+        ]
+        if new:
+            rows += new
+            each = _each_budget(claim, run) | each
             full = [each for each in run.results if each.arm == "full" and each.best is not None]
             scores += [each.value / each.best for each in full if each.value is not None]
     return Judged(joined(rows), each, min(scores, default=None))

@@ -234,6 +234,25 @@ def test_no_cell_contradicts_what_the_first_page_recommends(runs, check):
     check(runs)
 
 
+def test_the_perplexity_of_novels_is_as_said():
+    """Of the policies that hold the budget after every token, RoCo loses least at each."""
+    run = read_results_file(ROOT / "recipes/real-model/results/novels.json")
+    value = {result.arm: result.value for result in run.results}
+    page = " ".join(PAGE.split())
+    numbers = re.search(
+        r"at 256, `roco` adds ([\d.]+) to a perplexity of ([\d.]+), `keydiff` adds ([\d.]+), and "
+        r"`random` ([\d.]+)",
+        page,
+    )
+    roco, full, keydiff, random = map(float, numbers.groups())
+    assert full == round(value["full"], 1)
+    for said, name in ((roco, "roco"), (keydiff, "keydiff"), (random, "random")):
+        assert said == pytest.approx(value[f"{name}@256"] - value["full"], abs=0.05)
+    for budget in (256, 512, 1024):
+        held = ("random", "streaming", "h2o", "h2o+caote", "tova", "keydiff")
+        assert all(value[f"roco@{budget}"] < value[f"{name}@{budget}"] for name in held)
+
+
 def test_the_caption_has_these_results(drawing, found):
     page = " ".join(PAGE.split())
     numbers = re.search(
