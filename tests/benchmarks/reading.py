@@ -1,6 +1,7 @@
 """Decode steps of sparse readers against DynamicCache with sdpa, on a random 42M-parameter Llama.
 
     python -m tests.benchmarks.reading                   # 32K tokens, 512 pairs; 2 min
+    python -m tests.benchmarks.reading --compile         # compiled steps of kvtool; 5 min
 
 Caches are filled with random keys and values in place of a prompt: what a step costs does not
 depend on them. Steps of a policy and of the baseline take turns, so that a change of the machine's
@@ -27,11 +28,13 @@ from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.generation import decode_step
+from kvtool.generation.compiled import CompiledDecoding
 from tests.benchmarks.models import build_models
 from tests.benchmarks.speed import median_ratio, time_steps
 
 POLICIES = ("rocketkv", "rocketkv-mt", "quest", "sparq", "loki", "hsa", "exact-topk(scope=group)")
 POLICIES += ("exact-topk", "full")
+WARM = 4  # steps, in which graphs are made
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,12 @@ def measure(args: argparse.Namespace, note) -> list[Line]:
     for policy in args.policies:
         note(policy)
         cache = filled(ours, policy, args.budget, slots)
-        our_step = lambda: decode_step(ours, cache, token)  # noqa: B023, E731
-        mine, theirs = time_steps([our_step, base_step], args.steps, 4)
+        decode = decode_step
+        if args.compile:
+            torch._dynamo.reset()
+            decode = CompiledDecoding(ours, args.steps + WARM, backend=args.compile)
+        our_step = lambda: decode(ours, cache, token)  # noqa: B023, E731
+        mine, theirs = time_steps([our_step, base_step], args.steps, WARM)
         report = cache.report()
         if not lines:
             base = statistics.median(theirs)
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1, help="texts in a batch (1)")
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--policies", nargs="+", default=POLICIES)
+    parser.add_argument("--compile", nargs="?", const="inductor", help="by a backend of torch")
     parser.add_argument("--steps", type=int, default=24, help="decoded tokens")
     parser.add_argument("--json", type=Path, help="also write the lines here")
     args = parser.parse_args()

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvtool.cache.features.sparse_tables import (
     Entries,
+    FixedEntries,
     IndexedEntries,
     PaddedEntries,
     take_slots,
@@ -29,7 +30,9 @@ from kvtool.cache.steps.call import Call
 from kvtool.cache.traffic import TrafficBudgets
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
+from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
+from kvtool.policies.read.dry import step_bytes
 from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together
 from kvtool.policies.read.view import Choice, ReadView
 
@@ -67,10 +70,12 @@ class SparseIndex(Part):
     def clear(self) -> None:
         self.entries: Sequence[Entries] | None = None
         self.selected: Tensor | None = None
+        self.fixed: FixedEntries | None = None
+        self.heads = 0  # that ask
 
     def begin_prompt(self) -> None:
         """Drop the tables: a prompt goes on."""
-        self.entries = None
+        self.entries = self.fixed = None
 
     def select(self, positions: Tensor | None) -> None:
         """Choose among these tokens only, and those that come behind them."""
@@ -98,9 +103,45 @@ class SparseIndex(Part):
         self.entries = entries
 
     def attend_token(self, layer: SlotLayer, call: Call) -> Tensor | None:
-        return None if self.entries is None else sparse_decode(layer, self.entries, call)
+        self.heads = call.query.shape[1]
+        if layer.seen_device is not None and self.fixed is not None:
+            keys, values = layer.slots.keys, layer.slots.values
+            self.fixed.append(keys, values)
+            out, _, _ = _attend_padded(self.fixed, call, keys, values)
+            return out
+        if self.entries is None:
+            return None
+        return sparse_decode(layer, self.entries, call)
+
+    def allows_static(self, layer: SlotLayer) -> bool:
+        """Whether all rows are read alike, and not in full."""
+        if layer.padded or layer.parts.at["note_reads"] or layer.slots.form.codec is not None:
+            return False
+        together = self._together()
+        return together is not None and _sparse(together) and reads_together(self.reader)
+
+    def begin_static(self, layer: SlotLayer) -> None:
+        entries, fixed, capacity = self._together(), self.fixed, layer.slots.positions.shape[2]
+        assert entries is not None, "a static step was not allowed"
+        if fixed is None or fixed.of is not entries or fixed.capacity != capacity:
+            self.fixed = fixed = FixedEntries(entries, layer.slots.device, capacity)
+        fixed.begin()
+
+    def end_static(self, layer: SlotLayer) -> None:
+        assert self.fixed is not None, "no static step has begun"
+        self.fixed.of.count_token()
+        layer.read(_pairs_read(layer, self.fixed, self.heads))
+
+    def _together(self) -> IndexedEntries | None:
+        """The entries of all rows, if these are read alike."""
+        first = self.entries[0] if self.entries else None
+        return first if isinstance(first, IndexedEntries) and len(self.entries or ()) == 1 else None
+
+    def stationary(self) -> list[Tensor]:
+        return [] if self.fixed is None else self.fixed.stationary()
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.fixed = None
         self.selected = None if self.selected is None else change(self.selected)
         if self.entries is not None:
             self.entries = _reordered(self.entries, change)
@@ -127,6 +168,19 @@ class SparseIndex(Part):
         selected = [] if self.selected is None else [self.selected]
         tables = [tensor for entry in self.entries or [] for tensor in entry.tensors()]
         return tensor_bytes([*selected, *tables])
+
+
+def _sparse(entries: IndexedEntries) -> bool:
+    """Whether the next step chooses, by tables that are there."""
+    return entries.tables is not None and entries.tokens + 1 > entries.budget
+
+
+def _pairs_read(layer: SlotLayer, entries: FixedEntries, heads: int) -> float:
+    """Count the pairs that a static step has read of a row and KV head, empty slots included."""
+    keys, values = layer.slots.keys, layer.slots.values
+    layer_sizes = HeadSizes(keys.shape[1], heads, keys.shape[-1], values.shape[-1], itemsize=2)
+    pair = layer_sizes.kv_heads * (keys.shape[-1] + values.shape[-1]) * layer_sizes.itemsize
+    return step_bytes(entries.reader, layer_sizes, entries.most) / pair
 
 
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
@@ -258,7 +312,7 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
 
 
 def _attend_padded(
-    entries: PaddedEntries, call: Call, keys: Tensor, values: Tensor
+    entries: PaddedEntries | FixedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor]:
     """The same for sequences of different lengths at once; of the slots, -1 stands for none."""
     grouped = group_queries(call.query, keys.shape[1])[:, :, :, 0]
@@ -289,7 +343,7 @@ class _PaddedChoice:
 
 
 def _choose_padded(
-    entries: PaddedEntries, call: Call, query: Tensor, keys: Tensor
+    entries: PaddedEntries | FixedEntries, call: Call, query: Tensor, keys: Tensor
 ) -> _PaddedChoice:
     dense, tokens, heads = entries.dense, entries.tokens, keys.shape[1]
     pair = keys.shape[-1] + call.value.shape[-1]
@@ -315,7 +369,7 @@ def _choose_padded(
     lists = slots[0, ..., 0].numel()
     sparse = zip(choice.pairs, choice.estimate, dense, strict=True)
     numbers = sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
-    if every is not None:
+    if every is not None and isinstance(entries, PaddedEntries):
         width = max(every.shape[2], slots.shape[-1])
         every, slots = widened(every, width), widened(slots, width)
         alone = tokens.tensor <= entries.budget.tensor

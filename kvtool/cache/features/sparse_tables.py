@@ -5,7 +5,7 @@ In a padded batch the tables of all sequences are side by side in the same tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
@@ -106,19 +106,29 @@ class IndexedEntries:
             keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
         """
         slot, at = self.stored, self.tokens
-        self.stored, self.tokens = slot + 1, at + 1
-        room = at + keys.shape[2] - slot  # as for the tokens that the buffers can hold
+        self.make_room(keys.shape[2])
+        self.count_token()
+        if self.index is not None:
+            self.index[..., at] = slot
+        if self.tables is None:
+            self.build(keys, values)
+            self.make_room(keys.shape[2])
+        else:
+            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+
+    def make_room(self, capacity: int) -> int:
+        """Let index and tables grow with the layer's slots, and return what they can hold then."""
+        room = self.tokens + capacity - self.stored
         if self.index is not None:
             self.index = with_columns(self.index, room)
-            self.index[..., at] = slot
-        made = self.tables is not None
-        if not made:
-            self.build(keys, values)
-        if self.tables is None:
-            return
-        self.tables = _with_room(self.tables, self.reader.columns(room))
-        if made:
-            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+        if self.tables is not None:
+            for name, count in self.reader.columns(room).items():
+                self.tables[name] = with_columns(self.tables[name], count)
+        return room
+
+    def count_token(self) -> None:
+        """Count a token that the layer has stored."""
+        self.stored, self.tokens = self.stored + 1, self.tokens + 1
 
     def of_entry(self, row: int, rows: slice) -> IndexedEntries:
         """A copy for one of the sequences, which goes its own way as `rows` of another batch."""
@@ -129,6 +139,84 @@ class IndexedEntries:
         tables = self.tables and {name: change(table) for name, table in self.tables.items()}
         index = None if self.index is None else change(self.index)
         return replace(self, rows=rows, tables=tables, index=index)
+
+
+class FixedEntries:
+    """`IndexedEntries` in steps that change nothing but contents of tensors.
+
+    How many tokens there are is known on the device alone; shapes follow from how many the buffers
+    can hold. It has what `PaddedEntries` shows to those who attend.
+
+    Attributes:
+        of: whose tables and index these are.
+        capacity: slots of the layer.
+        most: tokens to choose from once all slots are taken.
+        slot: (1, 1, 1) int64, where the running step's token is stored.
+        at: (1, 1, 1) int64, its number among the tokens to choose from.
+        tokens: how many these are, itself included.
+    """
+
+    dense = (False,)
+
+    def __init__(self, of: IndexedEntries, device: torch.device, capacity: int) -> None:
+        self.of, self.capacity = of, capacity
+        self.most = room = of.make_room(capacity)
+        self.sizes = _numbers([of.reader], device)
+        if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
+            room = -(-room // self.sizes["page"].most) * self.sizes["page"].most
+        self.tokens = PerRow.of([room], device)
+        with torch.inference_mode(False):
+            self.slot, self.at = torch.zeros_like(self.tokens.tensor), self.tokens.tensor - 1
+
+    @property
+    def reader(self) -> RowsRead:
+        """The reader with all its sizes."""
+        return self.of.reader  # type: ignore[return-value]
+
+    @property
+    def index(self) -> Tensor | None:
+        """The slots of the tokens, as of `IndexedEntries`."""
+        return self.of.index
+
+    @property
+    def tables(self) -> State:
+        """The reader's."""
+        return self.of.tables or {}
+
+    def begin(self) -> None:
+        """Copy the host's numbers to the device."""
+        self.slot.fill_(self.of.stored)
+        self.at.fill_(self.of.tokens)
+        self.tokens.tensor.fill_(self.of.tokens + 1)
+
+    def stationary(self) -> list[Tensor]:
+        """Return what a static step reads or writes, where it is."""
+        sizes = [size.tensor for size in self.sizes.values()]
+        return [*self.of.tensors(), self.slot, self.at, self.tokens.tensor, *sizes]
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from, of each sequence as many as there may be."""
+        return buffer if self.index is None else next(take_slots(self.index, buffer))
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor) -> None:
+        """Take in the running step's token."""
+        slot = self.slot.expand(*keys.shape[:2], 1)
+        if self.index is not None:
+            self.index.scatter_(2, self.at.expand_as(slot), slot)
+        key, value = (_token(buffer, slot) for buffer in (keys, values))
+        self.reader.append_rows(self.tables, key, value, self.at, self.sizes)
+
+
+def _numbers(readers: list[Read], device: torch.device) -> dict[str, PerRow]:
+    """Find the fields of readers that are whole numbers."""
+    names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
+    sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
+    return {
+        name: PerRow.of(own, device)
+        for name, own in sizes.items()
+        if all(type(number) is int for number in own)
+    }
 
 
 def take_slots(slots: Tensor, *buffers: Tensor) -> Iterator[Tensor]:
@@ -148,10 +236,6 @@ def take_slots(slots: Tensor, *buffers: Tensor) -> Iterator[Tensor]:
     for buffer in buffers:
         taken = buffer.view(-1, buffer.shape[-1]).index_select(0, places)
         yield taken.view(*shape, buffer.shape[-1])
-
-
-def _with_room(tables: State, columns: Mapping[str, int]) -> State:
-    return tables | {name: with_columns(tables[name], count) for name, count in columns.items()}
 
 
 def with_columns(table: Tensor, count: int) -> Tensor:
@@ -193,14 +277,6 @@ class PaddedEntries:
     @classmethod
     def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
         """Put sequences side by side."""
-        readers = [each.reader for each in alone]
-        names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
-        sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
-        numbers = {
-            name: PerRow.of(own, device)
-            for name, own in sizes.items()
-            if all(type(number) is int for number in own)
-        }
         parts = [each.index for each in alone if each.index is not None]
         return cls(
             [replace(each, index=None) for each in alone],
@@ -208,7 +284,7 @@ class PaddedEntries:
             PerRow.of([each.budget for each in alone], device),
             PerRow.of([each.stored for each in alone], device),
             PerRow.of([each.tokens for each in alone], device),
-            numbers,
+            _numbers([each.reader for each in alone], device),
             index=_side_by_side(parts) if parts else None,
         )
 

@@ -120,6 +120,8 @@ HOOKS = (
     "attend_token",
     "stationary",
     "allows_static",
+    "begin_static",
+    "end_static",
     "show",
     "voting_budget",
     "note_scores",
@@ -349,6 +351,12 @@ class Part:
     def allows_static(self, layer: Any) -> bool:
         """Return whether steps may be static."""
         return True
+
+    def begin_static(self, layer: Any) -> None:
+        """Put what a static step reads of the host's numbers where it looks for them."""
+
+    def end_static(self, layer: Any) -> None:
+        """Count on the host what a static step has done, which has run."""
 
     # ---- what policies see, and evicted tokens
 

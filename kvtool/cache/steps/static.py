@@ -23,8 +23,6 @@ def may_grow(layer: SlotLayer) -> bool:
     """Whether the shapes of a layer still change, or the host has a hand in its steps."""
     if not all(part.allows_static(layer) for part in layer.parts.at["allows_static"]):
         return True
-    if layer.policy.reader is not None:
-        return True  # what is read grows, and the tables with it
     return any(
         store.grows if CutSchedule.of(store) is None else _may_be_cut(store)
         for store in layer.stores
@@ -77,6 +75,9 @@ class StaticSteps:
             self.forget()
             self._layers, self._fixed = counting, [[] for _ in counting]
             self._addresses = [Addresses() for _ in counting]
+        for each in counting:
+            for part in each.parts.at["begin_static"]:
+                part.begin_static(each)
         each_layer = zip(counting, self._addresses, self._fixed, strict=True)
         self._fixed = [_fix(*each) for each in each_layer]
         seen, ran = layers[0].seen, False
@@ -90,6 +91,8 @@ class StaticSteps:
         finally:
             for each in counting:
                 each.end_static(ran=ran)
+                for part in each.parts.at["end_static"] if ran else ():
+                    part.end_static(each)
                 if ran and each.slots.reserved is not None:
                     each.slots.use_reserved()
 

@@ -190,6 +190,7 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
         for part in layer.parts.at["attend_token"]:
             found = part.attend_token(layer, call)
             if found is not None:
+                layer.slots.end_token()
                 return found
         token = attend_token(layer, call, bool(corrections))
     out = token.out

@@ -1,6 +1,6 @@
 """Count what a reader's tables take and what its step reads.
 
-Readers by pages count both themselves; others run on tensors without content.
+Readers that can count do; others run on tensors without content.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
 from kvtool.policies.read.paged import Paged
+from kvtool.policies.read.rows import RowsRead
 from kvtool.policies.read.view import ReadView, Stored
 
 if TYPE_CHECKING:
@@ -42,9 +43,8 @@ def step_bytes(reader: Read, layer: HeadSizes, tokens: int) -> int:
         reader: with all its sizes.
         tokens: how many there are to choose from.
     """
-    if isinstance(reader, Paged):
-        return reader.counted_step(layer, tokens)
-    return run_step(reader, layer, tokens)
+    counted = reader.counted_step(layer, tokens) if isinstance(reader, RowsRead) else None
+    return run_step(reader, layer, tokens) if counted is None else counted
 
 
 def run_step(reader: Read, layer: HeadSizes, tokens: int) -> int:

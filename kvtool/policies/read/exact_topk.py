@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.maths.selection import top_slots
+from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.rows import RowsChoice, RowsRead, RowsView, best_slots
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
@@ -43,6 +44,11 @@ class ExactTopK(RowsRead):
 
     def sized(self, step: StepBudget) -> "ExactTopK":
         return replace(self, k=self.k or step.pairs)
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        lists = layer.kv_heads if self.scope == "group" else layer.heads
+        read = min(fixed(self.k), tokens) * (layer.key_dim + layer.value_dim)
+        return lists * read * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
         scores = self._scores(view, view.keys)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.maths.basis import moments, principal_components
 from kvtool.maths.selection import top_slots
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
     PerRow,
     RowsChoice,
@@ -81,6 +81,11 @@ class Loki(RowsRead):
         import torch
 
         tables["components"][..., at] = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        lists = layer.kv_heads if self.scope == "group" else layer.heads
+        read = min(fixed(self.k), tokens) * (layer.key_dim + layer.value_dim)
+        return (layer.kv_heads * fixed(self.d) * tokens + lists * read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
         import torch

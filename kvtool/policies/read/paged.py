@@ -33,10 +33,6 @@ class Paged(RowsRead):
         bounds = 2 * layer.key_dim * pages_of(tokens, self.page_size)
         return layer.kv_heads * bounds * layer.itemsize
 
-    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
-        """Count what a step reads of one row in bytes, without running it."""
-        raise NotImplementedError
-
     def start(self, stored: Stored) -> State:
         return {"bounds": page_bounds(stored.keys, self.page_size)}
 

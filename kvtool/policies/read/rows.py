@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.maths.selection import top_slots
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.parts import Read
 
 if TYPE_CHECKING:
@@ -125,6 +125,10 @@ class RowsRead(Read):
     def choose_rows(self, view: RowsView) -> RowsChoice:
         """Choose for all sequences of a padded batch; any choice will do for one read in full."""
         raise NotImplementedError
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int | None:
+        """Count what a step reads of one row in bytes without running it; None: it has to run."""
+        return None
 
 
 def reads_together(reader: Read) -> bool:

@@ -20,7 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
 from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
     PerRow,
     RowsChoice,
@@ -78,7 +78,12 @@ class SparQ(RowsRead):
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
         tables["channels"][..., at] = key
-        tables["value_sum"] += value
+        tables["value_sum"].add_(value)
+
+    def counted_step(self, layer: HeadSizes, tokens: int) -> int:
+        estimate = fixed(self.r) * tokens + layer.value_dim * self.reallocate
+        read = min(fixed(self.k), tokens) * (layer.key_dim + layer.value_dim)
+        return layer.kv_heads * (estimate + read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
         import torch
@@ -105,7 +110,7 @@ class SparQ(RowsRead):
     ) -> None:
         place = at[..., None].expand(*key.shape, 1)
         tables["channels"].scatter_(3, place, key[..., None])
-        tables["value_sum"] += value
+        tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         import torch

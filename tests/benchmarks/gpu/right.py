@@ -53,6 +53,7 @@ ASKED = (
 SOME = ("full", "h2o", "h2o+caote", "snapkv(window=4)", "quest", "rocketkv", "h2o+calidrop", "d2o")
 REAL = ("h2o+caote", "keydiff", "snapkv(window=8)+int8", "rocketkv")
 COMPILED = ("streaming", "h2o", "h2o+caote", "roco", "snapkv(window=4)", "tova", "adakv(window=4)")
+COMPILED += ("rocketkv", "quest", "sparq")
 
 
 @dataclass

@@ -1,16 +1,23 @@
-"""Readers by pages count what they read; running them without content is the slow twin."""
+"""Readers count what they read; running them without content is the slow twin."""
 
 import pytest
 
 from kvtool.model_shape import LayerShape
 from kvtool.policies.read.dry import run_step, run_tables, step_bytes, table_bytes
+from kvtool.policies.read.exact_topk import ExactTopK
 from kvtool.policies.read.hsa import HSA
+from kvtool.policies.read.loki import Loki
 from kvtool.policies.read.quest import Quest
+from kvtool.policies.read.sparq import SparQ
 
 TOKENS = (1, 2, 7, 16, 48, 49, 200, 1000)
 READERS = [
     *(Quest(page=page, k=k) for page in (1, 4, 16) for k in (1, 32, 300)),
     *(HSA(page=page, k1=k1, k=k) for page in (1, 4, 16) for k1 in (1, 8) for k in (1, 33, 2000)),
+    *(SparQ(r=r, k=k) for r in (1, 8) for k in (1, 32, 300)),
+    SparQ(r=3, k=7, local=1, reallocate=False),
+    *(Loki(d=3, k=k, scope=scope) for k in (1, 300) for scope in ("group", "query_head")),
+    *(ExactTopK(k=k, scope=scope) for k in (1, 300) for scope in ("group", "query_head")),
 ]
 
 
