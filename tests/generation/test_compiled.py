@@ -291,7 +291,7 @@ def test_few_graphs_serve_all_rooms(policy):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "policy"), [*(("llama", p) for p in [*ROOMY, *READING]), ("falcon", "full")]
+    ("name", "policy"), [*(("llama", p) for p in [*ROOMY, *READING[:4]]), ("falcon", "full")]
 )
 def test_steps_outside_go_on_when_the_room_is_used_up(name, policy):
     model = kvtool.attach(family_model(name))
