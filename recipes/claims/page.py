@@ -154,7 +154,8 @@ SmolLM2 reads texts of about 2000 tokens in place of 1000, under twice the budge
 ([recipe](smollm2/longer-known.yaml)): 256 and 512 tokens for each layer and KV head. The question
 is known. Of each claim, both columns have the pairs that were measured at both lengths, by the same
 tasks. The full cache finds {long:.2f} of the codes there and {short:.2f} in 1K tokens: where it
-finds less than {believed:.1f}, believe the verdict at 1K.
+finds less than {believed:.1f}, believe the verdict at 1K. With the question asked later, and with
+facts of one word, nothing was measured at this length.
 """
 
 
