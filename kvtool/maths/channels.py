@@ -67,3 +67,17 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     first = first.view(batch, heads, *[1] * (rows.dim() - 2))
     flat = table.view(-1, width).index_select(0, (rows + first).flatten())
     return flat.view(*rows.shape, width)
+
+
+def put_column(table: Tensor, column: Tensor, at: Tensor) -> None:
+    """Write a column of each sequence's table, in place; a compiler copies no table for it.
+
+    Args:
+        table: (batch, kv_heads, rows, columns).
+        column: (batch, kv_heads, rows).
+        at: (batch, 1, 1) int64, which column.
+    """
+    import torch
+
+    entry, head, row = (torch.arange(n, device=table.device) for n in column.shape)
+    table.index_put_((entry[:, None, None], head[:, None], row, at), column)

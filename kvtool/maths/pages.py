@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvtool.maths.channels import put_column
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -69,7 +71,7 @@ def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
     upper, lower = bounds.gather(3, column)[..., 0].chunk(2, -1)
     bound = torch.cat([torch.maximum(upper, key), torch.minimum(lower, key)], -1)
     bound = torch.where(at % page == 0, torch.cat([key, key], -1), bound)
-    bounds.scatter_(3, column, bound[..., None])
+    put_column(bounds, bound, at // page)
 
 
 def pages_of(tokens: int, page: int) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.maths.basis import moments, principal_components
+from kvtool.maths.channels import put_column
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
@@ -102,9 +103,8 @@ class Loki(RowsRead):
     ) -> None:
         import torch
 
-        components = tables["components"]
-        new = torch.matmul(key[:, :, None], tables["basis"]).transpose(2, 3)
-        components.scatter_(3, at[..., None].expand_as(new), new)
+        new = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
+        put_column(tables["components"], new, at)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         import torch

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
+from kvtool.maths.channels import heaviest_channels, partial_scale, put_column, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
@@ -108,8 +108,7 @@ class SparQ(RowsRead):
     def append_rows(
         self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
     ) -> None:
-        place = at[..., None].expand(*key.shape, 1)
-        tables["channels"].scatter_(3, place, key[..., None])
+        put_column(tables["channels"], key, at)
         tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
