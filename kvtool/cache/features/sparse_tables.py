@@ -52,6 +52,7 @@ class IndexedEntries:
             stored.
         tables: the reader's; None while all tokens fit into the budget.
         basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
+        capacity: slots that index and tables have grown with.
     """
 
     rows: slice
@@ -63,6 +64,7 @@ class IndexedEntries:
     index: Tensor | None = None
     tables: State | None = None
     basis: Tensor | None = None
+    capacity: int = 0
 
     @property
     def dense(self) -> bool:
@@ -106,7 +108,8 @@ class IndexedEntries:
             keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
         """
         slot, at = self.stored, self.tokens
-        self.make_room(keys.shape[2])
+        if self.capacity != keys.shape[2]:
+            self.make_room(keys.shape[2])
         self.count_token()
         if self.index is not None:
             self.index[..., at] = slot
@@ -118,6 +121,7 @@ class IndexedEntries:
 
     def make_room(self, capacity: int) -> int:
         """Let index and tables grow with the layer's slots, and return what they can hold then."""
+        self.capacity = capacity
         room = self.tokens + capacity - self.stored
         if self.index is not None:
             self.index = with_columns(self.index, room)
