@@ -75,7 +75,7 @@ def put_column(table: Tensor, column: Tensor, at: Tensor) -> None:
     Args:
         table: (batch, kv_heads, rows, columns).
         column: (batch, kv_heads, rows).
-        at: (batch, 1, 1) int64, which column.
+        at: (batch or 1, 1, 1) int64, which column.
     """
     import torch
 
