@@ -83,7 +83,8 @@ def compress(
         **settings,
     )
     watcher = Watcher() if watcher is None else watcher
-    return prepare_compression(asked, watcher).read(watcher)[0]
+    resolved = resolve_settings(asked, "kvtool compress")
+    return prepare_compression(*resolved, watcher).read(watcher)[0]
 
 
 @dataclass(frozen=True)
@@ -167,14 +168,17 @@ def _export(cache: KVCache, path: Path, loaded: Loaded, watcher: Watcher) -> Non
     watcher.note(f"exported {path}")
 
 
-def prepare_compression(settings: CompressionSettings, watcher: Watcher) -> CompressionRun:
+def prepare_compression(
+    settings: CompressionSettings, plan: PlanDocument | None, watcher: Watcher
+) -> CompressionRun:
     """Check everything that can be checked before the model is loaded.
+
+    Args:
+        settings, plan: resolved, by which a bad recipe is refused before this file is imported.
 
     Raises:
         UsageError, KvtoolError: as `compress`.
     """
-    settings.check()
-    settings, plan = resolve_settings(settings, "kvtool compress")
     check_transformers()
     settings.check_paths()
     settings.source().check()

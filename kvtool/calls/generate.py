@@ -91,7 +91,8 @@ def generate(
     listener = Listener(on_text)
     if on_text is not None and asked.turns is not None:
         listener = Listener(on_text, lambda answer: on_text("\n"))
-    generated = prepare_generation(asked, watcher).run(watcher, listener)
+    resolved = resolve_settings(asked, "kvtool generate")
+    generated = prepare_generation(*resolved, watcher).run(watcher, listener)
     generated.finish(watcher)
     return generated.document
 
@@ -181,14 +182,17 @@ class GenerationRun:
         return Generated(document, settings, self.request, cache, loaded, listener.has_enough)
 
 
-def prepare_generation(settings: GenerationSettings, watcher: Watcher) -> GenerationRun:
+def prepare_generation(
+    settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher
+) -> GenerationRun:
     """Check everything that can be checked before the model is loaded.
+
+    Args:
+        settings, plan: resolved, by which a bad recipe is refused before this file is imported.
 
     Raises:
         UsageError, KvtoolError: as `generate`.
     """
-    settings.check()
-    settings, plan = resolve_settings(settings, "kvtool generate")
     check_transformers()
     _check_processes(settings)
     settings.check_paths()

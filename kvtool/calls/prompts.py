@@ -296,14 +296,17 @@ class PromptsRun:
                     )
 
 
-def prepare_prompts(settings: GenerationSettings, watcher: Watcher) -> PromptsRun:
+def prepare_prompts(
+    settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher
+) -> PromptsRun:
     """Check everything that can be checked before the model is loaded.
+
+    Args:
+        settings, plan: resolved, by which a bad recipe is refused before this file is imported.
 
     Raises:
         UsageError, KvtoolError: as `generate_many`.
     """
-    settings.check()
-    settings, plan = resolve_settings(settings, "kvtool generate")
     if settings.loaded is None:
         check_alone("generate")
     settings.check_paths()
@@ -376,5 +379,6 @@ def generate_many(
         **model_settings,
     )
     watcher = Watcher() if watcher is None else watcher
-    answers = prepare_prompts(settings, watcher).run(watcher, {})
+    resolved = resolve_settings(settings, "kvtool generate")
+    answers = prepare_prompts(*resolved, watcher).run(watcher, {})
     return sorted(answers, key=lambda answer: answer.index)

@@ -265,17 +265,6 @@ def _run_dtype(settings: CachedSettings) -> str:
     return stored_dtype(config, dtype)
 
 
-def check_stdin(settings: CachedSettings) -> None:
-    """Refuse to read stdin for two things."""
-    files: dict[str, object] = {"the recipe": settings.recipe}
-    files["--prompt-file"] = getattr(settings, "prompt_file", None)
-    files["--turns"] = getattr(settings, "turns", None)
-    files["--prompts"] = getattr(settings, "prompts", None)
-    readers = [name for name, path in files.items() if path == "-"]
-    if len(readers) > 1:
-        raise UsageError(f"{' and '.join(readers)} both read stdin; name a file for one of them")
-
-
 def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:
     """Return the prompt given, if one is, and where it came from.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtool.calls.request import check_stdin
 from kvtool.calls.settings import CachedSettings
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.resolve import flags_of, resolve
@@ -30,9 +29,11 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
         The settings, and the plan that takes the place of a budget, if there is one.
 
     Raises:
-        UsageError: the recipe cannot be read, or means more than one policy or budget.
+        UsageError: settings that do not go together; the recipe cannot be read, or means more than
+            one policy or budget.
     """
-    check_stdin(settings)
+    settings.check()
+    _check_stdin(settings)
     if settings.recipe is None and not settings.set and not settings.unset:
         values = _values(Recipe(), settings)
         unset = {k: v for k, v in values.items() if getattr(settings, k) in (None, [])}
@@ -54,6 +55,17 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
     if resolved.plan is not None and settings.policy is None:
         raise UsageError("the plan names no policy", hint="--policy h2o")
     return settings, resolved.plan
+
+
+def _check_stdin(settings: CachedSettings) -> None:
+    """Refuse to read stdin for two things."""
+    files: dict[str, object] = {"the recipe": settings.recipe}
+    files["--prompt-file"] = getattr(settings, "prompt_file", None)
+    files["--turns"] = getattr(settings, "turns", None)
+    files["--prompts"] = getattr(settings, "prompts", None)
+    readers = [name for name, path in files.items() if path == "-"]
+    if len(readers) > 1:
+        raise UsageError(f"{' and '.join(readers)} both read stdin; name a file for one of them")
 
 
 def _values(recipe: Recipe, settings: CachedSettings) -> dict[str, Any]:

@@ -326,9 +326,8 @@ def prepare_serve(settings: ServeSettings, watcher: Watcher) -> ServeRun:
     Raises:
         UsageError: settings that are wrong or do not go together; an extra is not installed.
     """
-    settings.check()
-    require("serve", needed_by="kvtool serve")
     settings, plan = resolve_settings(settings, "kvtool serve")
+    require("serve", needed_by="kvtool serve")
     check_transformers()
     check_alone("serve")
     settings.source().check()

@@ -124,7 +124,6 @@ class ServeSettings(CachedSettings):
             return self.host == "localhost"
 
     def check(self) -> None:
-        """Refuse settings that are wrong by themselves, without importing torch."""
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if self.longest is not None and self.longest < 1:

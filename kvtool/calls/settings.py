@@ -71,6 +71,9 @@ class CachedSettings(RecipeSettings):
         ),
     ] = None
 
+    def check(self) -> None:
+        """Refuse settings that are wrong by themselves, without importing torch."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptSettings(CachedSettings):
@@ -146,7 +149,6 @@ class PromptSettings(CachedSettings):
                 raise UsageError(f"{flag} and --output both write `{self.output_path}`")
 
     def check(self) -> None:
-        """Refuse settings that are wrong by themselves, without importing torch."""
         self._check_show()
         size = None if self.budget is None else Budget.parse(self.budget)
         self.check_memory(used=size is not None and size.share is not None)

@@ -17,6 +17,7 @@ from kvtool.watcher import Listener, Watcher
 
 if TYPE_CHECKING:
     from kvtool.documents.generation import GenerationDocument
+    from kvtool.documents.plan import PlanDocument
     from kvtool.report.kept.text import KeptText
 
 
@@ -57,16 +58,22 @@ class SideBySide:
 
 
 def prepare_side_by_side(
-    settings: GenerationSettings, policies: Sequence[str], watcher: Watcher
+    settings: GenerationSettings,
+    plan: PlanDocument | None,
+    policies: Sequence[str],
+    watcher: Watcher,
 ) -> SideBySide:
     """Check everything that can be checked before the model is loaded.
+
+    Args:
+        settings, plan: resolved, with the first of the policies.
 
     Raises:
         UsageError: more than two policies, or settings that mean one cache only.
         KvtoolError: as `generate`.
     """
     _check(settings, policies)
-    first = prepare_generation(replace(settings, policy=policies[0]), watcher)
+    first = prepare_generation(settings, plan, watcher)
     request, settled = first.request, first.settings
     chosen = replace(settled, policy=policies[1])
     policy, budget = choose_policy(chosen, request.plan, Watcher())

@@ -11,6 +11,7 @@ from kvtool.errors import UsageError
 from kvtool.processes import check_alone
 
 if TYPE_CHECKING:
+    from kvtool.calls.compress import CompressionRun
     from kvtool.documents.generation import CompressionDocument
 
 
@@ -22,14 +23,22 @@ def compress(options: CompressionSettings, terminal: Terminal) -> None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     if not options.dry_run:
         terminal.loading(options.model)
-    from kvtool.calls.compress import prepare_compression
-
     watcher = TerminalWatcher(terminal)
-    run = prepare_compression(options, watcher)
+    run = _prepare(options, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
     _write(run.run(watcher), options, terminal)
+
+
+def _prepare(options: CompressionSettings, watcher: TerminalWatcher) -> CompressionRun:
+    """Refuse a bad recipe before the files that prepare a run are imported."""
+    from kvtool.calls.resolve import resolve_settings
+
+    resolved = resolve_settings(options, "kvtool compress")
+    from kvtool.calls.compress import prepare_compression
+
+    return prepare_compression(*resolved, watcher)
 
 
 def _write(document: CompressionDocument, options: CompressionSettings, terminal: Terminal) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
     from kvtool.documents.answers import AnswerLine
     from kvtool.documents.generation import GenerationDocument
+    from kvtool.documents.plan import PlanDocument
 
 
 def text_on_stdout(options: OutputSettings) -> bool:
@@ -85,11 +86,12 @@ def answer_many(options: GenerationSettings, terminal: Terminal) -> None:
         raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
     if not options.dry_run:
         terminal.loading(options.model)
+    resolved = _resolved(options)
     from kvtool.calls.prompts import prepare_prompts
 
     on_screen = options.output_path is None and terminal.interactive  # where no bar may be between
     watcher = TerminalWatcher(replace(terminal, progress=terminal.progress and not on_screen))
-    run = prepare_prompts(options, watcher)
+    run = prepare_prompts(*resolved, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
@@ -167,10 +169,11 @@ def set_side_by_side(
         )
     if not options.dry_run:
         terminal.loading(options.model)
+    resolved = _resolved(replace(options, policy=policies[0]))
     from kvtool.calls.side_by_side import prepare_side_by_side
 
     watcher = TerminalWatcher(terminal)
-    runs = prepare_side_by_side(options, policies, watcher)
+    runs = prepare_side_by_side(*resolved, policies, watcher)
     if options.dry_run:
         write_configuration(runs.describe(), options, terminal)
         return
@@ -221,13 +224,21 @@ def _with_memory(options: GenerationSettings) -> GenerationSettings:
     return replace(options, device_memory=options.memory, memory=None)
 
 
+def _resolved(options: GenerationSettings) -> tuple[GenerationSettings, PlanDocument | None]:
+    """Refuse a bad recipe before the files that prepare a run are imported."""
+    from kvtool.calls.resolve import resolve_settings
+
+    return resolve_settings(options, "kvtool generate")
+
+
 def _answer(options: GenerationSettings, terminal: Terminal) -> None:
     if not options.dry_run:
         terminal.loading(options.model)
+    resolved = _resolved(options)
     from kvtool.calls.generate import prepare_generation
 
     watcher = TerminalWatcher(terminal)
-    run = prepare_generation(options, watcher)
+    run = prepare_generation(*resolved, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return

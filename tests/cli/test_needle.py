@@ -10,6 +10,7 @@ import kvtool
 from kvtool.cache.build import build_cache
 from kvtool.calls import needle
 from kvtool.calls.generate import prepare_generation
+from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.evaluation.bench.prompts import first_prompt
 from kvtool.evaluation.samples.sample import Sample, Turn
@@ -35,6 +36,11 @@ class Notes(Watcher):
 
     def note(self, text):
         self.lines.append(text)
+
+
+def _prepared(watcher, **settings):
+    resolved = resolve_settings(GenerationSettings(**settings), "kvtool generate")
+    return prepare_generation(*resolved, watcher)
 
 
 def held(cache):
@@ -85,7 +91,7 @@ def test_the_first_command_finds_what_a_window_of_the_same_size_loses(kvtool):
 def test_in_a_chat_the_answer_begins_as_it_does_in_benchmarks():
     loaded = load()
     loaded.tokenizer.chat_template = VICUNA
-    request = prepare_generation(GenerationSettings(policy="full"), Watcher()).request
+    request = _prepared(Watcher(), policy="full").request
     prompt, prefix = needle.write_needle()[0], request.answer_prefix
     assert re.fullmatch(r" The secret code for \w+:", prefix)
     talk = Conversation(loaded.model, loaded.tokenizer, build_cache(loaded.model, "full"))
@@ -205,7 +211,7 @@ def test_long_answers_are_not_made_three_times(kvtool, monkeypatch):
 
 def test_an_answer_that_somebody_ends_is_not_judged():
     told = Notes()
-    run = prepare_generation(GenerationSettings(policy="h2o", budget="64"), told)
+    run = _prepared(told, policy="h2o", budget="64")
     run.run(told, Listener(stop_when=lambda: True)).finish(told)
     assert not any("held" in line for line in told.lines)
 
