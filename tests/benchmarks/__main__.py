@@ -22,6 +22,8 @@ from rich.table import Table
 FOLDER = Path(__file__).parent
 WAITS = {
     "startup": "",
+    "steps": "",
+    "reading": "",
     "calidrop": "",
     "speed": "--lengths 4096 --budgets 512 --policies h2o h2o+caote roco tova snapkv",
     "headline": "--tables turns decode whole",
