@@ -25,7 +25,7 @@ def source_hash(policy: Policy) -> str:
     That is, for each class from outside the package, the text of its module and of all modules in
     the same folder (of its package, where it is installed) which that one imports, and the code
     that is loaded, which may be older than the text. It also covers the content of files that
-    settings name.
+    settings name. Modules of kvtool are left out: `package_hash` covers them.
     """
     parts = [getattr(policy, each.name) for each in fields(policy)]
     lines: dict[str, None] = {}  # in order, each once
@@ -80,7 +80,8 @@ def _sources_of(cls: type) -> Iterator[str]:
         seen.add(path)
         yield f"module {name} {_hash_file(path)}"
         for imported in _imported(name, path):
-            if root.name not in _INSTALLED or imported.partition(".")[0] == top:
+            start = imported.partition(".")[0]
+            if start not in _LIBRARIES and (root.name not in _INSTALLED or start == top):
                 pending += _found(root, imported)
 
 

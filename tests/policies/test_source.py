@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
+import kvtool
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.source import source_hash
 from tests.cli.test_outside_policies import SCORE
@@ -68,6 +70,18 @@ def test_an_edit_of_any_module_that_is_imported_counts(folder, file, counts):
     with (folder / file).open("a") as text:
         text.write("Y = 2\n")
     assert (hashed() != before) is counts
+
+
+def test_no_module_of_kvtool_is_read(folder, monkeypatch):
+    """Another hash covers them, and parsing all takes seconds beside a clone."""
+    monkeypatch.syspath_prepend(str(Path(kvtool.__file__).parents[1]))
+    (folder / "../kvtool").symlink_to(Path(kvtool.__file__).parent)
+    read = []
+    monkeypatch.setattr("kvtool.policies.source._hash_file", lambda path: read.append(path) or "")
+    hashed()
+    assert {path.name for path in read} == {
+        *("scores.py", "helper.py", "beside.py", "deep.py", "__init__.py", "lone.py")
+    }
 
 
 def test_code_that_is_loaded_counts_although_its_file_is_another_by_now(folder):
