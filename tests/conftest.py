@@ -17,7 +17,7 @@ import torch
 
 from kvtool.models import reference
 from tests.models.bundled import put_in_place, shipped
-from tests.tiers import mark_the_rest
+from tests.tiers import in_part, mark_the_rest, read_part
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
@@ -31,9 +31,21 @@ if importlib.util.find_spec("hypothesis"):  # not on every machine with a GPU
     settings.load_profile("any machine")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="I/N", help="run the cases whose name's hash falls on I of N")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.part:
+        read_part(config.option.part)
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     mark_the_rest(items)
+    if config.option.part:
+        part = read_part(config.option.part)
+        items[:] = [item for item in items if in_part(item.nodeid, *part)]
 
 
 @pytest.fixture

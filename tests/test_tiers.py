@@ -2,7 +2,9 @@
 
 import itertools
 
-from tests.tiers import each_once, few
+import pytest
+
+from tests.tiers import each_once, few, in_part, read_part
 
 pytest_plugins = ["pytester"]
 
@@ -80,3 +82,16 @@ def test_the_tiers_together_are_all_cases(pytester):
 def test_few_cases_are_spread_over_all():
     assert few(3, [0, 2, 4, 6, 8, 10]) == {0, 4, 8}
     assert few(3, [7]) == {7}
+
+
+def test_each_case_is_in_one_part():
+    names = [f"tests/test_a.py::test_it[{i}]" for i in range(600)]
+    parts = [[in_part(name, *read_part(f"{i}/6")) for i in range(1, 7)] for name in names]
+    assert all(sum(part) == 1 for part in parts)
+    assert all(70 < sum(part[i] for part in parts) < 130 for i in range(6))
+
+
+@pytest.mark.parametrize("text", ["7/6", "0/6", "x", "1/0", "-1/6", "1/6/2", "²/6"])
+def test_a_part_that_there_is_not_is_refused(text):
+    with pytest.raises(pytest.UsageError, match=f"--part {text} is no part; --part 2/6"):
+        read_part(text)

@@ -8,6 +8,8 @@ what is left then, `slow`. A case or a test that is too dear for the default run
 """
 
 import itertools
+import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
@@ -69,6 +71,24 @@ def mark_the_rest(items: Iterable[pytest.Item]) -> None:
         for i, item in enumerate(group):
             if i not in chosen:
                 item.add_marker(pytest.mark.exhaustive if i in paired else pytest.mark.slow)
+
+
+def read_part(text: str) -> tuple[int, int]:
+    """Read `2/6`, the second sixth.
+
+    Raises:
+        pytest.UsageError: there is no such part.
+    """
+    found = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--part {text} is no part; --part 2/6 is the second sixth")
+    return part, parts
+
+
+def in_part(name: str, part: int, parts: int) -> bool:
+    """Tell by the hash of a case's name whether it is in a part: in the same one for ever."""
+    return zlib.crc32(name.encode()) % parts == part - 1
 
 
 def first(count: int, values: Iterable) -> list:
