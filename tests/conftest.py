@@ -32,7 +32,7 @@ if importlib.util.find_spec("hypothesis"):  # not on every machine with a GPU
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", metavar="I/N", help="run the cases whose name's hash falls on I of N")
+    parser.addoption("--part", metavar="I/N", help="run one of N parts of the cases")
 
 
 def pytest_configure(config: pytest.Config) -> None:
