@@ -162,10 +162,15 @@ def pair_cases() -> list[Case]:
     A greedy cover: a policy starts with the first pair that is left, on the next base that takes
     it, and takes on whatever else still fits.
     """
-    names, bases = _free(MODIFIERS), [small(base) for base in _bases()]
+    names, bases = _free(MODIFIERS), {base: small(base) for base in _bases()}
+    takes = {name: set(entries()[name].goes_on) for name in names}
     on = {
-        pair: [base for base in bases if _parses(base, pair)]
-        for pair in itertools.combinations(names, 2)
+        (one, other): [
+            text
+            for base, text in bases.items()
+            if base in takes[one] & takes[other] and _parses(text, (one, other))
+        ]
+        for one, other in itertools.combinations(names, 2)
     }
     left = [pair for pair, takers in on.items() if takers]
     found: list[Case] = []
@@ -205,6 +210,7 @@ def _covers(name: str, taken: list[str], left: list[tuple[str, str]], base: str)
     return new and _parses(base, (*taken, name))
 
 
+@cache
 def _parses(base: str, modifiers: tuple[str, ...]) -> bool:
     try:
         parse_policy("+".join([base, *map(small, modifiers)]))
