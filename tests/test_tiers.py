@@ -1,6 +1,8 @@
 """What is left out of the default run is chosen by rule, and is in the exhaustive one."""
 
 import itertools
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -95,3 +97,10 @@ def test_each_case_is_in_one_part():
 def test_a_part_that_there_is_not_is_refused(text):
     with pytest.raises(pytest.UsageError, match=f"--part {text} is no part; --part 2/6"):
         read_part(text)
+
+
+def test_the_gate_refuses_a_word_that_it_does_not_know():
+    gate = Path(__file__).parents[1] / ".ci" / "run"
+    done = subprocess.run([gate, "--al"], capture_output=True, text=True)
+    said = "error: .ci/run takes --all or nothing, not --al\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
