@@ -14,7 +14,7 @@ from tests.fuzz.kinds import KINDS
 DEAR = (PlanFields, RecipeFields, RunFields)
 
 
-@pytest.mark.parametrize("cases", [25, pytest.param(200, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("cases", [10, pytest.param(100, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "kind",
     [pytest.param(kind, marks=pytest.mark.exhaustive) if kind in DEAR else kind for kind in KINDS],
