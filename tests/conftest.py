@@ -9,6 +9,7 @@ one that ships, and so do tests that take `shipped_model`.
 Hypothesis judges no example by its seconds, which say how busy a machine is.
 """
 
+import gc
 import importlib.util
 import os
 
@@ -46,6 +47,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.part:
         part = read_part(config.option.part)
         items[:] = [item for item in items if in_part(item.nodeid, *part)]
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules and cases to no collection of garbage: a fifth of the tests' time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.fixture

@@ -94,7 +94,6 @@ def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
         UsageError: what is no setting of this part, is given twice or has no such value.
     """
     known = {field.name for field in fields(cls)}
-    hints = field_types(cls)
     values: dict[str, Any] = {}
     for item in split_outside(text, ",") if text.strip() else []:
         key, equals, value = (piece.strip() for piece in item.partition("="))
@@ -111,7 +110,7 @@ def read_settings(name: str, cls: type, text: str) -> dict[str, Any]:
             )
         if key in values:
             raise UsageError(f"`{name}` is given `{key}` twice")
-        values[key] = _read_value(f"{name}: {key}", value, hints[key])
+        values[key] = _read_value(f"{name}: {key}", value, field_types(cls)[key])
     return values
 
 
