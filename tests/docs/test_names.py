@@ -69,7 +69,9 @@ def test_what_the_pages_name_exists():
     found = {}
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        found[str(page.relative_to(ROOT))] = unknown_files(text, page.parent) + unknown_modules(text)
+        found[str(page.relative_to(ROOT))] = unknown_files(text, page.parent) + unknown_modules(
+            text
+        )
     assert {page: names for page, names in found.items() if names} == {}
 
 

@@ -2,9 +2,7 @@ import ast
 import json
 from pathlib import Path
 
-import pytest
 import yaml
-from pydantic import ValidationError
 
 import kvtool.documents
 from kvtool.documents.generation import (
@@ -45,17 +43,8 @@ def document(**changes):
 def test_keys_are_those_of_the_contract():
     data = document().to_data()
     assert list(data) == [
-        "kind",
-        "schema_version",
-        "model",
-        "policy",
-        "budget",
-        "prompt_tokens",
-        "new_tokens",
-        "text",
-        "token_ids",
-        "cache",
-        "timing",
+        *("kind", "schema_version", "model", "policy", "budget", "prompt_tokens", "new_tokens"),
+        *("text", "token_ids", "cache", "timing"),
     ]
     assert (data["kind"], data["schema_version"]) == ("generation", 1)
     assert document(budget=None).to_data()["budget"] is None
@@ -73,11 +62,6 @@ def test_json_and_yaml_read_back():
     assert GenerationDocument(**json.loads(original.to_json())) == original
     assert GenerationDocument(**yaml.safe_load(original.to_yaml())) == original
     assert "schön" in original.to_json()
-
-
-def test_refuses_unknown_keys():
-    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
-        document(txet="x")
 
 
 def test_the_cache_in_words():
