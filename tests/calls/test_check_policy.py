@@ -11,7 +11,6 @@ from kvtool.calls.policy_checks import CHECKS, Broken, Subject, attached_model, 
 from kvtool.errors import PolicyError, UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.table import BASES
-from tests.contract.cases import small
 from tests.contract.test_outsiders import Forgetful, Leaky, Loudest
 from tests.policies.test_guard import Own, broken
 from tests.tiers import first
@@ -30,16 +29,12 @@ def test_a_score_that_keeps_the_contract_passes(policy):
     assert {each.outcome for each in report.checks} == {"passed"}
 
 
-def test_the_policies_of_the_package_pass():
-    assert check_policy(small("snapkv"), raises=False).failed == ()
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "text", [*BASES, "h2o+caote", "roco+cam", "snapkv+chunk+int8", "h2o+calidrop"]
 )
-def test_so_they_do_with_their_own_settings_and_with_modifiers(text):
-    """Some windows are longer than the battery's shortest texts."""
+def test_the_policies_of_the_package_pass(text):
+    """With their own settings: some windows are longer than the battery's shortest texts."""
     assert check_policy(text, raises=False).failed == ()
 
 

@@ -35,7 +35,7 @@ def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
         tasks="niah",
         policies=["streaming(sinks=2)"],
         budgets=32,
-        lengths="128",
+        lengths="64",
         depths=2,
         samples=3,
         answers="scored",

@@ -1,10 +1,7 @@
-import ast
 import json
-from pathlib import Path
 
 import yaml
 
-import kvtool.documents
 from kvtool.documents.generation import (
     CacheSection,
     Fidelity,
@@ -68,13 +65,3 @@ def test_the_cache_in_words():
     assert CACHE.in_words() == "kept 512 of 1000 tokens, 1.0 MiB of 2.0 MiB (2.0x smaller)"
     mixed = CACHE.model_copy(update={"kept_per_layer": [10, 0, 30], "kv_bytes": 600})
     assert mixed.in_words().startswith("kept 10 to 30 of 1000 tokens, 600 B of 2.0 MiB")
-
-
-def test_documents_know_nothing_of_what_stands_on_them():
-    """Imports for type checkers included."""
-    above = ("cache", "planning", "policies", "generation", "models", "evaluation", "cli")
-    for file in Path(kvtool.documents.__file__).parent.glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom):
-                room = f"{node.module}.".split(".")
-                assert room[0] != "kvtool" or room[1] not in above, f"{file.name}: {node.module}"

@@ -1,7 +1,5 @@
 """Values are read by the json module; places are looked up when something is wrong."""
 
-from functools import partial
-
 import pytest
 
 from kvtool.documents import readers
@@ -9,7 +7,6 @@ from kvtool.documents.readers import parse_json
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.source import Source
 from kvtool.documents.tree import DocumentError
-from tests.growth import assert_time_grows_with_size
 
 
 def told(text):
@@ -70,16 +67,3 @@ def test_what_is_refused_is_told_at_its_place():
         assert len(found) == len(lines), found
         for line, expected in zip(found, lines, strict=True):
             assert line.encode("utf-8", "backslashreplace").decode().startswith(expected)
-
-
-@pytest.mark.exhaustive
-def test_time_grows_with_the_mistakes_of_a_recipe_and_one_answer_tells_the_first():
-    def refused(text):
-        with pytest.raises(DocumentError) as caught:
-            Source.parse(text, "a").validate(Recipe)
-        assert len(caught.value.report().splitlines()) == 61
-
-    def make(count):
-        return partial(refused, "{" + ", ".join(f'"x{i}": {i}' for i in range(count)) + "}")
-
-    assert_time_grows_with_size(make)

@@ -2,7 +2,7 @@
 
 import json
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.documents.json_writer import dump_json
@@ -15,6 +15,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(VALUES)
 def test_it_reads_back(value):
     assert json.loads(dump_json(value)) == json.loads(json.dumps(value))

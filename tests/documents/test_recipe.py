@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
@@ -496,6 +496,7 @@ RECIPE = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=30)
 @given(RECIPE)
 def test_any_recipe_is_written_so_that_it_runs_the_same(data):
     read = recipe(json.dumps(data))

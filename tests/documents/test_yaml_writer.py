@@ -5,7 +5,7 @@ import re
 from typing import Annotated
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.documents import generation, plan, profile
@@ -73,6 +73,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=30)
 @given(VALUES, VALUES, st.lists(st.none() | st.floats(-1, 1), max_size=40))
 def test_what_is_written_with_units_reads_back(tokens, name, grid):
     data = {"layers": {"tokens": tokens, "name": name}, "grid": grid, "far": {"away": tokens}}
