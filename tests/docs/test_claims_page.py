@@ -28,31 +28,37 @@ def written(data, folder):
     return PAGE.page(folder)
 
 
-@pytest.fixture
-def two_claims(tmp_path, monkeypatch):
-    """The page of two of the claims alone, by all results."""
-    folder = tmp_path / "two"
-    folder.mkdir()
-    for name in ("caote.yaml", "key-bits-perplexity.yaml", "ranking.py"):
-        (folder / name).symlink_to(FOLDER / name)
-    monkeypatch.setattr(PAGE, "HERE", folder)
-    return lambda: PAGE.page(FOLDER / "results")
-
-
 @pytest.mark.exhaustive
 def test_the_page_that_stands_is_the_one_that_the_results_give():
     assert (FOLDER / "README.md").read_text() == PAGE.page(FOLDER / "results")
 
 
-def test_what_the_page_says_of_two_claims_is_what_their_results_give(two_claims):
-    stands, made = (FOLDER / "README.md").read_text(), two_claims()
+def believed(text: str) -> dict[str, list[str]]:
+    """Return the two verdicts of each claim of a page, and which to believe."""
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "](#" in line]
+    return {row[0].rpartition("](#")[2].rstrip(")"): row[2:5] for row in rows if len(row) == 8}
+
+
+def test_two_claims_are_judged_as_the_page_has_it_and_believed_where_the_model_answers(
+    tmp_path, monkeypatch
+):
+    """The page of two claims, by all results: its parts are those of the whole page."""
+    for name in ("caote.yaml", "key-bits-perplexity.yaml", "ranking.py"):
+        (tmp_path / name).symlink_to(FOLDER / name)
+    monkeypatch.setattr(PAGE, "HERE", tmp_path)
+    monkeypatch.setattr(PAGE, "BELIEVED", 0.99)  # the full cache finds 0.96 of the codes
+    stands, made = (FOLDER / "README.md").read_text(), PAGE.page(FOLDER / "results")
     sections = {part.partition("\n")[0]: part for part in made.split("\n## ")[1:]}
-    assert {"caote", "key-bits-perplexity", "smollm2"} < sections.keys()
-    rows = [line for line in made.splitlines() if "](#" in line and line.count(" | ") == 7]
     ranking = next(name for name in sections if name.startswith("How policies rank"))
-    assert len(rows) == 2
-    for part in (sections["caote"], sections["key-bits-perplexity"], sections[ranking], *rows):
-        assert part.strip() in stands
+    for name in ("caote", "key-bits-perplexity", ranking):
+        assert sections[name].strip() in stands
+    whole, rows = believed(stands), believed(made)
+    assert rows.keys() == {"caote", "key-bits-perplexity"}
+    for name, row in rows.items():
+        assert row[:2] == whole[name][:2]
+        assert whole[name][2] == "SmolLM2-135M"
+    assert rows["caote"][2] == "bundled model, for mechanics"
+    assert rows["key-bits-perplexity"][2] == "SmolLM2-135M"  # asks nothing
 
 
 def test_every_claim_has_a_row_with_its_command(results, tmp_path):
@@ -78,23 +84,12 @@ def test_a_folder_of_runs_gives_a_page(results, tmp_path, monkeypatch, capsys):
     assert (FOLDER / "README.md").read_text() == before
 
 
-def believed(text: str) -> dict[str, list[str]]:
-    """Return the two verdicts of each claim of a page, and which to believe."""
-    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if "](#" in line]
-    return {row[0].rpartition("](#")[2].rstrip(")"): row[2:5] for row in rows if len(row) == 8}
-
-
-def test_the_real_model_is_believed_where_it_answers(two_claims, monkeypatch):
+def test_the_real_model_is_believed_where_it_answers():
     rows = believed((FOLDER / "README.md").read_text())
     for name, (_, real, which) in rows.items():
         assert (which == "SmolLM2-135M") == (real != "not run"), name
-    assert rows["caote"][2] == rows["key-bits-perplexity"][2] == "SmolLM2-135M"
     assert rows["later-turns"][1:] == ["not run", "bundled model, for mechanics"]
     assert rows["reasoning"][1:] == ["not run", "reference-trace, for mechanics"]
-    monkeypatch.setattr(PAGE, "BELIEVED", 0.99)  # the full cache finds 0.96 of the codes
-    rows = believed(two_claims())
-    assert rows["caote"][2] == "bundled model, for mechanics"
-    assert rows["key-bits-perplexity"][2] == "SmolLM2-135M"  # asks nothing
 
 
 def test_the_real_model_ranks_as_larger_ones_and_the_bundled_one_does_not():
