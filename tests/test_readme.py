@@ -28,6 +28,7 @@ from tests.docs.test_own_harness_task import write_harness_task
 from tests.models import tiny_gguf
 from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3
+from tests.tiers import first
 
 ROOT = Path(__file__).parents[1]
 FIRST = ROOT / "README.md"
@@ -83,14 +84,16 @@ def commands() -> Iterator:
 def evaluations() -> list[str]:
     """The `kvtool eval` commands outside sessions that need no data of the reader's."""
     lines = [line for page in PAGES for line in TEXT[page].splitlines()]
+    lines = [re.sub(r"^torchrun .*? -m (?=kvtool eval )", "", line) for line in lines]
     found = [line for line in lines if line.startswith("kvtool eval ") and "FOLDER" not in line]
     return list(dict.fromkeys(found))
 
 
 def launches() -> list[str]:
-    """The commands in several processes that need no model of the reader's."""
+    """The commands in several processes that need no model of the reader's, but comparisons."""
     lines = [line for page in PAGES for line in TEXT[page].splitlines()]
-    return [line for line in lines if line.startswith("torchrun ") and not re.search(OTHERS, line)]
+    found = [line for line in lines if line.startswith("torchrun ") and " eval " not in line]
+    return [line for line in found if not re.search(OTHERS, line)]
 
 
 def as_compared(text: str) -> str:
@@ -220,8 +223,7 @@ def test_commands_run_in_several_processes(command, folder):
     assert done.stdout
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("command", evaluations())
+@pytest.mark.parametrize("command", first(1, evaluations()))
 def test_evaluations_are_understood(command, folder, monkeypatch):
     monkeypatch.chdir(folder)
     words = shlex.split(with_local_model(command))[1:]
