@@ -8,7 +8,7 @@ import kvtool
 from kvtool.models.load import load
 from tests.calls.conftest import timeless
 
-TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 6
+TEXT = "The old lamp was near the school. The quiet falcon was behind the tower. " * 4
 QUESTIONS = ["Where was the falcon? It was", "Where was the lamp? It was"]
 SHORT = {"max_new_tokens": 6}
 
@@ -61,12 +61,6 @@ def test_its_answers_are_those_of_transformers_to_the_whole_history(loaded):
             history, attention_mask=torch.ones_like(history), max_new_tokens=new, do_sample=False
         )
         assert answer == history[0, before:].tolist()
-
-
-def test_a_model_by_name_is_loaded_anew_for_each_call():
-    cache = kvtool.compress(None, TEXT, "h2o", 48)
-    answer = kvtool.generate(None, QUESTIONS[0], cache=cache, **SHORT)
-    assert answer.cache.tokens_seen > cache.input_ids.shape[1] - 8
 
 
 def test_the_model_stays_attached_for_its_cache(loaded):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
 from kvtool.calls.fingerprints import ELSEWHERE, settings_digest, shared_fingerprint
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
@@ -16,20 +14,25 @@ from kvtool.sizes import Budget
 
 REQUEST = Request(None, "a list", parse_policy("h2o"), Budget.parse(24), "full")
 OTHER_REQUESTS = {
+    "prompt": "another",
+    "source": "another",
     "policy": parse_policy("h2o+caote"),
     "budget": Budget.parse(25),
     "prefill": "block:16",
-    "plan": None,
     "answer_prefix": "The code is",
 }
 
 
-@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(GenerationSettings)])
-def test_every_setting_counts_but_those_that_count_elsewhere(name):
+def test_every_setting_counts_but_those_that_count_elsewhere():
     settings = GenerationSettings()
-    other = dataclasses.replace(settings, **{name: "another"})
-    differs = settings_digest(other, REQUEST) != settings_digest(settings, REQUEST)
-    assert differs is (name not in ELSEWHERE)
+    before = settings_digest(settings, REQUEST)
+    counted = {
+        each.name
+        for each in dataclasses.fields(settings)
+        if settings_digest(dataclasses.replace(settings, **{each.name: "another"}), REQUEST)
+        != before
+    }
+    assert counted == {each.name for each in dataclasses.fields(settings)} - ELSEWHERE
 
 
 def test_a_setting_that_is_added_counts():
@@ -40,20 +43,17 @@ def test_a_setting_that_is_added_counts():
     assert {each.name for each in dataclasses.fields(GenerationSettings)} >= ELSEWHERE
 
 
-@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(Request)])
-def test_every_part_of_a_request_counts_but_its_prompt(name):
-    if name in ("prompt", "source"):
-        other = dataclasses.replace(REQUEST, **{name: "another"})
-        assert settings_digest(GenerationSettings(), other) == settings_digest(
-            GenerationSettings(), REQUEST
-        )
-        return
-    if name == "plan":
-        return  # tests/cli/test_many_prompts.py edits one
-    other = dataclasses.replace(REQUEST, **{name: OTHER_REQUESTS[name]})
-    assert settings_digest(GenerationSettings(), other) != settings_digest(
-        GenerationSettings(), REQUEST
-    )
+def test_every_part_of_a_request_counts_but_its_prompt():
+    names = {each.name for each in dataclasses.fields(Request)}
+    assert names == {*OTHER_REQUESTS, "plan"}  # tests/cli/test_many_prompts.py edits a plan
+    before = settings_digest(GenerationSettings(), REQUEST)
+    counted = {
+        name
+        for name, value in OTHER_REQUESTS.items()
+        if settings_digest(GenerationSettings(), dataclasses.replace(REQUEST, **{name: value}))
+        != before
+    }
+    assert counted == names - {"prompt", "source", "plan"}
 
 
 def test_one_weight_the_tokenizer_and_the_code_count(monkeypatch):

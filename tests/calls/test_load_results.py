@@ -15,7 +15,7 @@ def run(tmp_path_factory):
         tasks="niah",
         policies=["streaming", "h2o"],
         budgets=[32, 4096],
-        lengths=128,
+        lengths=96,
         depths=2,
         samples=3,
         compare="h2o,streaming",
@@ -43,7 +43,7 @@ def test_pairs_that_were_asked_for_come_first_and_are_corrected(run):
 
 
 def test_tokens_written_and_evictions_are_counted(run):
-    """A budget of 32 evicts in every sample of 128 tokens, one of 4096 in none."""
+    """A budget of 32 evicts in every sample of 96 tokens, one of 4096 in none."""
     _, results = run
     shares = {each.arm: each.cost.evicted_share for each in results.results}
     assert shares == {

@@ -4,6 +4,7 @@ import pytest
 
 import kvtool
 from kvtool.evaluation.run.store import Store
+from tests.models_for_tests import family_model
 
 POLICY = "a policy is a string or a kvtool policy, got `None`; h2o"
 FLOAT = "budget ratio 512.0 is above 1 .100%.; .* tokens are whole, such as 512"
@@ -49,81 +50,60 @@ def no_weights(monkeypatch):
     monkeypatch.setattr("kvtool.models.attached.load", lambda *a, **k: pytest.fail("loaded"))
 
 
-@pytest.mark.parametrize(("settings", "message"), BOTH + GENERATE, ids=str)
-def test_generate(settings, message):
-    given = {"prompt": "The lamp"} | settings
-    if {"cache", "turns"} & settings.keys() and "prompt" not in settings:
-        del given["prompt"]
+def refused(call, message, **settings):
     with pytest.raises(kvtool.UsageError, match=message) as error:
-        kvtool.generate(**given)
+        call(**settings)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [*BOTH, ({}, "no policy; --policy"), ({"policy": "h2o", "prompt": None}, "no prompt")],
-    ids=str,
-)
-def test_compress(settings, message):
-    given = {"prompt": "The lamp"} | ({} if not settings else {"policy": "h2o"}) | settings
-    with pytest.raises(kvtool.UsageError, match=message) as error:
-        kvtool.compress(**given)
-    assert "\n" not in str(error.value)
+def test_generate():
+    for settings, message in BOTH + GENERATE:
+        given = {"prompt": "The lamp"} | settings
+        if {"cache", "turns"} & settings.keys() and "prompt" not in settings:
+            del given["prompt"]
+        refused(kvtool.generate, message, **given)
 
 
-@pytest.mark.parametrize("call", [kvtool.generate, kvtool.compress])
-def test_unknown_keywords_are_refused(call):
-    with pytest.raises(TypeError, match=f"{call.__name__}.. got an unexpected keyword .*'polcy'"):
-        call(None, "The lamp", polcy="h2o")
+def test_compress():
+    for settings, message in [*BOTH, ({"prompt": None}, "no prompt")]:
+        refused(kvtool.compress, message, **{"prompt": "The lamp", "policy": "h2o"} | settings)
+    refused(kvtool.compress, "no policy; --policy", prompt="The lamp")
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_unknown_keywords_are_refused():
+    for call in (kvtool.generate, kvtool.compress):
+        told = f"{call.__name__}.. got an unexpected keyword .*'polcy'"
+        with pytest.raises(TypeError, match=told):
+            call(None, "The lamp", polcy="h2o")
+
+
+def test_evaluate():
+    for settings, message in [
         ({"policies": [None]}, "a policy is a string or a kvtool policy, got `None`"),
-        ({"policies": None}, "a policy is a string or a kvtool policy, got `None`"),
-        ({"policies": [5]}, "a policy is a string or a kvtool policy, got `5`"),
         ({"policies": "h2o", "budgets": 512.0}, FLOAT),
         ({"policies": "h2o", "budgets": [[3]]}, r"budget `\[3\]` is not a size"),
         ({"recipe": 5}, "a model is a folder, a hub ID or a loaded model of transformers, got int"),
-    ],
-    ids=str,
-)
-def test_evaluate(settings, message):
-    with pytest.raises(kvtool.UsageError, match=message) as error:
-        kvtool.evaluate(tasks="niah", **settings)
-    assert "\n" not in str(error.value)
+    ]:
+        refused(kvtool.evaluate, message, tasks="niah", **settings)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_profile():
+    for settings, message in [
         ({"policy": 5, "metrics": "output_error"}, "a policy is a string or a kvtool policy"),
         ({"budgets": [512.0], "metrics": "output_error"}, FLOAT),
         ({"model": 5}, "a model is a folder, a hub ID or a loaded model of transformers, got int"),
-    ],
-    ids=str,
-)
-def test_profile(settings, message):
-    with pytest.raises(kvtool.UsageError, match=message) as error:
-        kvtool.profile(**settings)
-    assert "\n" not in str(error.value)
+    ]:
+        refused(kvtool.profile, message, **settings)
 
 
-@pytest.mark.parametrize(
-    ("policy", "budget", "message"),
-    [
+def test_build_cache():
+    model = family_model("llama")
+    for policy, budget, message in [
         (None, 32, POLICY),
-        (5, 32, "got `5`"),
         ("h2o", 512.0, FLOAT),
         ("h2o", None, "needs a budget"),
-    ],
-)
-def test_build_cache(policy, budget, message):
-    from tests.models_for_tests import family_model
-
-    with pytest.raises(kvtool.UsageError, match=message):
-        kvtool.build_cache(family_model("llama"), policy, budget)
+    ]:
+        refused(kvtool.build_cache, message, model=model, policy=policy, budget=budget)
 
 
 @pytest.mark.exhaustive

@@ -62,10 +62,6 @@ def test_processes_of_ray_share_a_run(tmp_path):
     assert values[0] == values[1]
 
 
-def test_there_are_two_examples():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} >= {"compress_a_book", "compare_policies"}
-
-
 def notebook_cells() -> list[dict]:
     notebook = json.loads((EXAMPLES / "first_steps.ipynb").read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["metadata"]["language_info"]["name"]) == (4, "python")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
+import tokenize
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2] / "kvtool"
 FILES = sorted(ROOT.rglob("*.py"))
@@ -24,13 +23,24 @@ def first_word(headline: str) -> str:
     return words[0].strip(".,:;")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_a_headline_names_the_thing(file):
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
-    assert text, "a module says in a line what it holds"
-    assert first_word(text.splitlines()[0]) not in VAGUE, text.splitlines()[0]
+def headline(file: Path) -> str:
+    """The first line of the text that a module begins with; empty where there is none."""
+    with file.open(encoding="utf-8") as source:
+        for token in tokenize.generate_tokens(source.readline):
+            if token.type not in (tokenize.COMMENT, tokenize.NL):
+                string = ast.literal_eval(token.string) if token.type == tokenize.STRING else ""
+                return string.partition("\n")[0]
+    return ""
 
 
-@pytest.mark.parametrize("headline", ["What a cache holds.", "The things of a run.", "One step."])
-def test_a_vague_headline_is_found(headline):
-    assert first_word(headline) in VAGUE
+def test_the_headline_of_every_module_names_the_thing():
+    lines = {}
+    for file in FILES:
+        lines[str(file.relative_to(ROOT))] = headline(file) or "what?"
+    assert len(lines) > 400
+    assert {at: line for at, line in lines.items() if first_word(line) in VAGUE} == {}
+
+
+def test_a_vague_headline_is_found():
+    headlines = ["What a cache holds.", "The things of a run.", "One step."]
+    assert all(first_word(headline) in VAGUE for headline in headlines)

@@ -20,9 +20,14 @@ KEPT = [
 ]
 
 
-@pytest.mark.parametrize("path", KEPT, ids=lambda path: str(path.relative_to(RECIPES)))
-def test_results_in_the_repository_are_thin(path):
-    assert path.read_text("utf-8") == THIN.written(THIN.thin(read_results_file(path)))
+def test_results_in_the_repository_are_thin():
+    assert len(KEPT) > 30
+    thick = [
+        str(path.relative_to(RECIPES))
+        for path in KEPT
+        if path.read_text("utf-8") != THIN.written(THIN.thin(read_results_file(path)))
+    ]
+    assert thick == []
 
 
 def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
@@ -30,7 +35,7 @@ def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
         tasks="niah",
         policies=["streaming(sinks=2)"],
         budgets=32,
-        lengths="128",
+        lengths="64",
         depths=2,
         samples=3,
         answers="scored",

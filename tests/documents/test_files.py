@@ -14,13 +14,6 @@ from kvtool.documents.files import check_writable, temporaries_of, write_text, w
 from kvtool.errors import KvtoolError, UsageError
 
 
-def test_writes_the_text_and_nothing_beside_it(tmp_path):
-    path = tmp_path / "out.txt"
-    write_text(path, "zwei\nÄpfel\n")
-    assert path.read_bytes() == "zwei\nÄpfel\n".encode()
-    assert os.listdir(tmp_path) == ["out.txt"]
-
-
 def test_a_failure_keeps_the_old_file(tmp_path):
     path = tmp_path / "out.txt"
     path.write_text("old")
@@ -57,17 +50,15 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
-def test_a_link_stays_a_link(tmp_path):
+def test_a_link_stays_a_link_and_a_device_a_device(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")
     link.symlink_to(target)
     write_text(link, "new")
     assert link.is_symlink()
     assert target.read_text() == "new"
-
-
-def test_a_device_is_written_to():
-    write_text(Path("/dev/null"), "gone")
+    write_text(Path("/dev/null"), "gone")  # nor is a device replaced
+    assert Path("/dev/null").is_char_device()
 
 
 def test_what_the_system_refuses_is_one_line(tmp_path):
@@ -86,24 +77,21 @@ def test_refuses_paths_before_the_work(tmp_path):
 def test_a_name_that_leaves_no_room_for_a_temporary_is_written_as_well(tmp_path):
     for name in ("x" * 251 + ".txt", "ä" * 127):
         check_writable(tmp_path / name, "--save")
-        write_text(tmp_path / name, "all")
-        assert (tmp_path / name).read_text() == "all"
+        write_text(tmp_path / name, "zwei\nÄpfel\n")
+        assert (tmp_path / name).read_bytes() == "zwei\nÄpfel\n".encode()
         assert os.listdir(tmp_path) == [name]
         (tmp_path / name).unlink()
 
 
-@pytest.mark.parametrize(
-    ("path", "told"),
-    [
+def test_a_name_too_long_is_refused_at_once(tmp_path):
+    for path, told in [
         ("x" * 256, "--save: `xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...` has 256 bytes"),
         ("ä" * 128, "has 256 bytes, and a file name has at most 255"),
         ("y" * 300 + "/a.st", "has 300 bytes"),
         ("/".join(["z" * 200] * 25), "a path has at most 4095 bytes"),
-    ],
-)
-def test_a_name_too_long_is_refused_at_once(tmp_path, path, told):
-    with pytest.raises(UsageError, match=re.escape(told)):
-        check_writable(tmp_path / path, "--save")
+    ]:
+        with pytest.raises(UsageError, match=re.escape(told)):
+            check_writable(tmp_path / path, "--save")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device")

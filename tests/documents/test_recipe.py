@@ -1,19 +1,16 @@
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict
 
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.recipe_source import parse_policies, read_recipe
 from kvtool.documents.source import DocumentError, Source, check_kind, read_source
-from kvtool.errors import UsageError
 from kvtool.evaluation.tasks.table import expand, task_class
 from kvtool.policies.grammar import parse_policy
-from tests.growth import assert_time_grows_with_size
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -105,26 +102,23 @@ def test_what_is_left_out_has_its_default():
     assert (read.model.id, read.model.dtype, read.output.plots) == (None, "auto", None)
 
 
-@pytest.mark.parametrize(
-    ("line", "budgets"),
-    [
-        ("budget: 512", ["512"]),
-        ("budget: 4K", ["4096"]),
-        ("budget: 20%", ["20%"]),
-        ("budget: 0.1", ["10%"]),
-        ("budget: [64, 10%, 64MiB, 1/3]", ["64", "10%", "64MiB", "1/3"]),
-        ("budget: {tokens: 1K}", ["1024"]),
-        ("budget: {tokens: [64, 128]}", ["64", "128"]),
-        ("budget: {ratio: 0.2}", ["20%"]),
-        ("budget: {ratio: [20%, 0.5, 1, 1.0, 2/3]}", ["20%", "50%", "100%", "100%", "2/3"]),
-        ("budget: {bytes: [1048576, 2GiB, 100]}", ["1MiB", "2GiB", "100B"]),
-        ("budget: {tokens: null, ratio: 10%}", ["10%"]),
-        ("budget: {plan: plan.yaml}", []),
-        ("budget: null", []),
-    ],
-)
-def test_budgets_have_one_spelling(line, budgets):
-    assert sizes(with_key(line)) == budgets
+BUDGETS = {
+    "4K": ["4096"],
+    "0.1": ["10%"],
+    "[64, 10%, 64MiB, 1/3]": ["64", "10%", "64MiB", "1/3"],
+    "{tokens: 1K}": ["1024"],
+    "{tokens: [64, 128]}": ["64", "128"],
+    "{ratio: 0.2}": ["20%"],
+    "{ratio: [20%, 0.5, 1, 1.0, 2/3]}": ["20%", "50%", "100%", "100%", "2/3"],
+    "{bytes: [1048576, 2GiB, 100]}": ["1MiB", "2GiB", "100B"],
+    "{tokens: null, ratio: 10%}": ["10%"],
+    "{plan: plan.yaml}": [],
+    "null": [],
+}
+
+
+def test_budgets_have_one_spelling():
+    assert {typed: sizes(with_key(f"budget: {typed}")) for typed in BUDGETS} == BUDGETS
 
 
 def test_a_budget_is_written_without_what_was_not_given():
@@ -139,58 +133,39 @@ def test_a_plan_is_a_path_or_a_plan():
     }
 
 
-@pytest.mark.parametrize(
-    ("line", "prefill"),
-    [
-        ("prefill: full", "full"),
-        ("prefill: block", "block:128"),
-        ("prefill: block:1K", "block:1024"),
-        ("prefill: {mode: full}", "full"),
-        ("prefill: {mode: block}", "block:128"),
-        ("prefill: {mode: block, block: 1K}", "block:1024"),
-    ],
-)
-def test_prefill_has_one_spelling(line, prefill):
-    assert with_key(line).prefill == prefill
+PREFILLS = {
+    "full": "full",
+    "block": "block:128",
+    "block:1K": "block:1024",
+    "{mode: full}": "full",
+    "{mode: block}": "block:128",
+    "{mode: block, block: 1K}": "block:1024",
+}
+POLICIES = {
+    "h2o": ["h2o"],
+    "{name: h2o}": ["h2o"],
+    "[h2o, h2o+caote]": ["h2o", "h2o+caote"],
+    "h2o\nmodifiers: caote": ["h2o+caote"],
+    "{name: x, a: 1e-5, b: true, c: null, d: avg}": ["x(a=1e-05,b=true,c=null,d=avg)"],
+}
 
 
-@pytest.mark.parametrize(
-    ("line", "policies"),
-    [
-        ("policy: h2o", ["h2o"]),
-        ("policy: {name: h2o}", ["h2o"]),
-        ("policy: {name: h2o, recent: 8}", ["h2o(recent=8)"]),
-        ("policy: [h2o, h2o+caote]", ["h2o", "h2o+caote"]),
-        ("policy: h2o\nmodifiers: caote", ["h2o+caote"]),
-        (
-            "policy: {name: x, a: 1e-5, b: true, c: null, d: avg}",
-            ["x(a=1e-05,b=true,c=null,d=avg)"],
-        ),
-    ],
-)
-def test_policies_become_strings(line, policies):
-    assert with_key(line).policies() == policies
+def test_prefill_has_one_spelling():
+    assert {typed: with_key(f"prefill: {typed}").prefill for typed in PREFILLS} == PREFILLS
 
 
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
+def test_policies_become_strings():
+    assert {typed: with_key(f"policy: {typed}").policies() for typed in POLICIES} == POLICIES
+
+
+def test_a_mistake_is_told_at_its_place():
+    for line, told in [
         ("polcy: h2o", "2:1: polcy: unknown key `polcy`; did you mean `policy`?"),
-        ("name: 3", "2:7: name: must be text, got `3`"),
-        ("kind: plan", "2:1: key `kind` is given twice, first in line 1"),
-        (
-            "schema_version: 2",
-            "2:17: schema_version: 2 was made by a newer kvtool; this one reads 1",
-        ),
         ("seed: -1", "2:7: seed: must be at least 0, got `-1`"),
         ("seed: true", "2:7: seed: must be a whole number, got true"),
         ("seed: '3'", "2:7: seed: must be a whole number, got `3`"),
         ("model: 3", "2:8: model: must be a mapping, got `3`"),
         ("model: {di: x}", "2:9: model.di: unknown key `di`; did you mean `id`?"),
-        (
-            "model: {name: x}",
-            "2:9: model.name: unknown key `name`; did you mean `id`?",
-        ),
         (
             "model: {id: x, trust_remote_code: false}",
             "2:16: model.trust_remote_code: no file can allow this; pass the flag",
@@ -205,24 +180,17 @@ def test_policies_become_strings(line, policies):
             "got `3`",
         ),
         ("policy: []", "2:9: policy: must hold at least 1, got 0"),
-        ("policy: {sinks: 4}", "2:1: policy.name: is required"),
         (
             "policy:\n- name: h2o+caote",
             "3:9: policy.0.name: must be one name, without parameters or modifiers, such as `h2o`, "
             "got `h2o+caote`",
         ),
-        (
-            "policy: {name: h2o, recent: [1]}",
-            "2:29: policy.recent: must be a number, a word, true, false or null, got a list",
-        ),
-        (
+        (  # no way into the string of a policy
             "policy: {name: h2o, recent: '8)+x('}",
             "2:29: policy.recent: must be a number, a word, true, false or null, got `8)+x(`",
         ),
         ("budget: 4k", "2:9: budget: lower-case `k` in `4k` is ambiguous; use `4K` (x 1024)"),
         ("budget: [64, 0]", "2:14: budget.1: budget 0 is not above 0; use tokens (`512`, `4K`)"),
-        ("budget: []", "2:9: budget: must hold at least 1, got 0"),
-        ("budget: true", "2:9: budget: budget `True` is not a size"),
         (
             "budget: {tokens: 64, ratio: 20%}",
             "2:9: budget: must be one of tokens, ratio, bytes and plan, got tokens and ratio",
@@ -232,38 +200,23 @@ def test_policies_become_strings(line, policies):
             "2:9: budget: must be one of tokens, ratio, bytes and plan, got none of them",
         ),
         ("budget: {tokens: [64, 20%]}", "2:23: budget.tokens.1: `20%` is not a number of tokens"),
-        ("budget: {tokens: 0}", "2:18: budget.tokens: must be above 0, got `0`"),
         ("budget: {ratio: 5}", "2:17: budget.ratio: `5` is not a share of the prompt; use `20%`"),
-        ("budget: {ratio: 1.5}", "2:17: budget.ratio: budget ratio 1.5 is above 1 (100%)"),
         ("budget: {bytes: 4K}", "2:17: budget.bytes: `4K` is not a number of bytes; use `64MiB`"),
-        ("budget: {bytes: 1GB}", "2:17: budget.bytes: budget `1GB`: `GB` may mean 1000 or 1024"),
         ("budget: {plan: 3}", "2:16: budget.plan: must be the path of a plan, or a plan"),
         ("prefill: blok", "2:10: prefill: prefill must be full, block or block:M, got `blok`"),
-        ("prefill: {block: 8}", "2:1: prefill.mode: is required"),
-        ("prefill: {mode: blk}", "2:17: prefill.mode: must be `full` or `block`, got `blk`"),
         ("prefill: {mode: full, block: 8}", "2:10: prefill: mode `full` feeds the prompt at once"),
         ("generation: {temperature: -1}", "2:27: generation.temperature: must be at least 0"),
         ("eval: {tasks: [{samples: 3}]}", "2:16: eval.tasks.0.task: is required"),
-        ("eval: {tasks: [3]}", "2:16: eval.tasks.0: must be a mapping, got `3`"),
         ("eval: {baseline: yes}", "2:18: eval.baseline: must be true or false, got `yes`"),
-        (
-            "eval:\n  chat_template: true",
-            "3:18: eval.chat_template: must be `auto`, `on` or `off`, got true",
-        ),
-        ("eval: {max_length: 4k}", "2:20: eval.max_length: lower-case `k` in `4k` is ambiguous"),
-        ("eval: {limit: 0.5}", "2:15: eval.limit: must be a whole number, got `0.5`"),
         ("gates: [{task: x}]", "2:9: gates.0: a gate has either `min` or `max_drop`, got none"),
         (
             "gates: [{task: x, min: 1, max_drop: 2}]",
             "2:9: gates.0: a gate has either `min` or `max_drop`, got both",
         ),
         ("output: {plots: [pdf]}", "2:18: output.plots.0: must be `png` or `svg`, got `pdf`"),
-    ],
-)
-def test_a_mistake_is_told_at_its_place(line, told):
-    found = mistakes(f"kind: recipe\n{line}\n")
-    assert len(found) == 1
-    assert found[0].startswith(f"a.yaml:{told}")
+    ]:
+        (found,) = mistakes(f"kind: recipe\n{line}\n")
+        assert found.startswith(f"a.yaml:{told}")
 
 
 def test_pictures_may_be_a_truth():
@@ -420,9 +373,8 @@ def test_what_is_missing_is_asked_of_the_including_file(tmp_path):
         read_recipe(source)
 
 
-@pytest.mark.parametrize(
-    ("files", "told"),
-    [
+def test_files_that_cannot_be_included_are_told(tmp_path):
+    for files, told in [
         ({"top": "include: [no.yaml]"}, "top.yaml:1:11: include.0: `*no.yaml` does not exist"),
         ({"top": "include: top.yaml"}, "top.yaml:1:10: include: `*top.yaml` includes itself"),
         (
@@ -436,31 +388,26 @@ def test_what_is_missing_is_asked_of_the_including_file(tmp_path):
         ),
         ({"top": "include: [a.yaml]", "a": "- 1"}, "a.yaml:1:1: must be a mapping, got a list"),
         ({"top": "include: [a.yaml]", "a": "a: [1"}, "a.yaml:1:6: not valid YAML: while parsing"),
-    ],
-)
-def test_files_that_cannot_be_included_are_told(tmp_path, files, told):
-    with pytest.raises(DocumentError) as caught:
-        read_recipe(write(tmp_path, **files))
-    assert len(caught.value.problems) == 1
-    assert str(caught.value).replace(f"{tmp_path}/", "").startswith(told.replace("*", ""))
+    ]:
+        with pytest.raises(DocumentError) as caught:
+            read_recipe(write(tmp_path, **files))
+        assert len(caught.value.problems) == 1
+        assert str(caught.value).replace(f"{tmp_path}/", "").startswith(told.replace("*", ""))
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
+def test_an_included_file_that_is_no_recipe_shows_none_of_its_lines(tmp_path):
+    for text, told in [
         ("root:x:0:0:root\ndaemon:x:1:1\n", "must be a mapping, got something else"),
         ("apiKey: hush\nuser: me\n", "is no recipe: it has keys of its own, and no line `kind:"),
         ("kind: Config\ntoken: hush\n", "kind: an included file is a recipe, got `Config`"),
         ("hush: [1\n", "not valid YAML"),
         ('{"hush": 1,,}', "not valid JSON"),
-    ],
-)
-def test_an_included_file_that_is_no_recipe_shows_none_of_its_lines(tmp_path, text, told):
-    with pytest.raises(DocumentError) as caught:
-        read_recipe(write(tmp_path, top="include: [a.yaml]\n", a=text))
-    assert told in caught.value.report()
-    assert "hush" not in caught.value.report()
-    assert "root" not in caught.value.report().replace(str(tmp_path), "")
+    ]:
+        with pytest.raises(DocumentError) as caught:
+            read_recipe(write(tmp_path, top="include: [a.yaml]\n", a=text))
+        assert told in caught.value.report()
+        assert "hush" not in caught.value.report()
+        assert "root" not in caught.value.report().replace(str(tmp_path), "")
 
 
 def test_a_recipe_that_is_included_shows_the_line_of_its_mistake(tmp_path):
@@ -470,21 +417,17 @@ def test_a_recipe_that_is_included_shows_the_line_of_its_mistake(tmp_path):
     assert "sead: [1" in caught.value.report() or "^" in caught.value.report()
 
 
-@pytest.mark.parametrize(
-    ("text", "told"),
-    [
+def test_ranges_are_checked_where_they_stand():
+    for text, told in [
         ("seed: 99999999999999999999", "seed: must be at most 9223372036854775807"),
         ("generation: {max_new_tokens: 4294967296}", "must be at most 2147483647"),
         ("generation: {temperature: 1.0e-300}", "must be 0 or more, and at least 1e-06"),
         ("budget: [[1]]", "budget `[1]` is not a size"),
         ("budget: {tokens: [[1]]}", "must be a whole number, got a list"),
         ("policy: [" + "h2o, " * 501 + "]", "must hold at most 500, got 501"),
-    ],
-)
-def test_ranges_are_checked_where_they_stand(text, told):
-    with pytest.raises(DocumentError) as caught:
-        read_recipe(Source.parse(f"kind: recipe\n{text}\n", "a.yaml"))
-    assert told in str(caught.value)
+    ]:
+        (found,) = mistakes(f"kind: recipe\n{text}\n")
+        assert told in found
 
 
 def test_a_file_may_be_included_twice_on_different_ways(tmp_path):
@@ -538,6 +481,7 @@ RECIPE = st.fixed_dictionaries(
 )
 
 
+@settings(max_examples=30)
 @given(RECIPE)
 def test_any_recipe_is_written_so_that_it_runs_the_same(data):
     read = recipe(json.dumps(data))
@@ -554,31 +498,24 @@ def test_any_recipe_is_written_so_that_it_runs_the_same(data):
 # ---- the recipes we ship
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
-def test_a_recipe_we_ship_is_valid_and_says_how_to_run_it(path):
-    source = read_source(str(path), option="RECIPE")
-    check_kind(source, takes=("recipe",), command="kvtool eval")
-    read, source = read_recipe(source)
-    assert len(parse_policies(read, source, parse_policy)) >= 1
-    for i, entry in enumerate(read.eval.tasks):
-        for name in expand(entry.task):
-            at, given = ("eval", "tasks", i), {"name": name}
-            source.validate(task_class(name), at, without=("task",), given=given)
-    assert read.eval.tasks
-    text = path.read_text()
-    assert text.startswith("#")
-    assert f"kvtool eval recipes/{path.relative_to(RECIPES)}" in text
-    assert "\n# Time and memory: " in text
-    assert read.name == path.stem
-
-
-def test_there_are_recipes():
-    assert len(list(RECIPES.rglob("*.yaml"))) >= 6
-
-
-def test_a_usage_error_is_what_a_caller_may_catch():
-    with pytest.raises(UsageError):
-        recipe("kind: recipe\nseed: x\n")
+def test_every_recipe_we_ship_is_valid_and_says_how_to_run_it():
+    paths = sorted(RECIPES.rglob("*.yaml"))
+    assert len(paths) >= 30
+    for path in paths:
+        source = read_source(str(path), option="RECIPE")
+        check_kind(source, takes=("recipe",), command="kvtool eval")
+        read, source = read_recipe(source)
+        assert parse_policies(read, source, parse_policy), path
+        assert read.eval.tasks, path
+        for i, entry in enumerate(read.eval.tasks):
+            for name in expand(entry.task):
+                at, given = ("eval", "tasks", i), {"name": name}
+                source.validate(task_class(name), at, without=("task",), given=given)
+        text = path.read_text()
+        assert text.startswith("#"), path
+        assert f"kvtool eval recipes/{path.relative_to(RECIPES)}" in text
+        assert "\n# Time and memory: " in text, path
+        assert read.name == path.stem
 
 
 def test_a_flag_is_told_without_the_key_that_it_sets():
@@ -605,19 +542,3 @@ def test_the_sound_parts_of_a_wrong_recipe_are_checked_as_well():
     with pytest.raises(DocumentError, match=r"^a.yaml:2:9: policy: no such policy$"):
         recipe("kind: recipe\npolicy: h2o\n", check=check)
     assert recipe("kind: recipe\npolicy: h2o\n", check=lambda *_: []).policies() == ["h2o"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["{rest}", "eval: {{{rest}}}"], ids=["top", "eval"])
-def test_time_grows_with_unknown_keys_not_with_their_square(where):
-    def refused(count, text):
-        with pytest.raises(DocumentError) as caught:
-            recipe(f"kind: recipe\nseed: x\n{text}\n")
-        assert len(caught.value.problems) == count + 1
-
-    def make(count):
-        rest = ", ".join(f"x{i}: {i}" for i in range(count))
-        text = where.format(rest=rest if "eval" in where else rest.replace(", ", "\n"))
-        return partial(refused, count, text)
-
-    assert_time_grows_with_size(make)

@@ -1,4 +1,5 @@
 import io
+import itertools
 import json
 import sys
 
@@ -17,19 +18,18 @@ def write(tmp_path, text, name="turns.jsonl"):
     return str(path)
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("name", ["turns.txt", "turns", "turns.md"])
-def test_text_is_a_turn_a_line(tmp_path, name, end):
-    text = end.join(["How?", "", "  ", " Why?", ""])
-    assert read_turns(write(tmp_path, text, name)).turns == SAID
+def test_text_is_a_turn_a_line(tmp_path):
+    for name, end in (("turns.txt", "\n"), ("turns", "\r\n"), ("turns.md", "\n")):
+        text = end.join(["How?", "", "  ", " Why?", ""])
+        assert read_turns(write(tmp_path, text, name)).turns == SAID
 
 
-@pytest.mark.parametrize("name", ["turns.jsonl", "turns", "TURNS.JSONL"])
 @pytest.mark.parametrize("first", ['"How?"', '{"user": "How?"}'])
-def test_json_lines_hold_strings_or_objects(tmp_path, name, first):
+def test_json_lines_hold_strings_or_objects(tmp_path, first):
     text = f'\n{first}\n\n{{"user": " Why?"}}\n{{"prompt": "As\\nis"}}'
-    turns = read_turns(write(tmp_path, text, name)).turns
-    assert turns == [*SAID, UserTurn("As\nis", verbatim=True)]
+    for name in ("turns.jsonl", "turns", "TURNS.JSONL"):
+        turns = read_turns(write(tmp_path, text, name)).turns
+        assert turns == [*SAID, UserTurn("As\nis", verbatim=True)]
 
 
 def test_json_may_hold_other_line_ends(tmp_path):
@@ -38,9 +38,9 @@ def test_json_may_hold_other_line_ends(tmp_path):
     assert read_turns(write(tmp_path, text)).turns == [UserTurn(turn)]
 
 
-@pytest.mark.parametrize("text", ["[1] is a note\n", '"Who?" he said\n', "42\n", "null\n"])
-def test_text_that_only_looks_like_json_is_text(tmp_path, text):
-    assert read_turns(write(tmp_path, text, "turns")).turns == [UserTurn(text.strip())]
+def test_text_that_only_looks_like_json_is_text(tmp_path):
+    for text in ("[1] is a note\n", '"Who?" he said\n', "42\n", "null\n"):
+        assert read_turns(write(tmp_path, text, "turns")).turns == [UserTurn(text.strip())]
 
 
 def test_a_name_decides_against_the_first_line(tmp_path):
@@ -49,10 +49,10 @@ def test_a_name_decides_against_the_first_line(tmp_path):
         read_turns(write(tmp_path, "How?", "a.jsonl"))
 
 
-@pytest.mark.parametrize(("text", "turns"), [("How?\n Why?\n", SAID), ('"How?"\n" Why?"', SAID)])
-def test_stdin(monkeypatch, text, turns):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    assert read_turns("-").turns == turns
+def test_stdin(monkeypatch):
+    for text in ("How?\n Why?\n", '"How?"\n" Why?"'):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+        assert read_turns("-").turns == SAID
 
 
 def test_every_bad_line_is_told_with_its_place(tmp_path):
@@ -84,16 +84,9 @@ def test_every_bad_line_is_told_with_its_place(tmp_path):
     assert '{"prompt": "text"}' in caught.value.hint
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("", "turns file `.*` holds no turn"), (" \n\n", "turns file `.*` holds no turn")],
-)
-def test_a_file_without_turns_is_refused(tmp_path, text, message):
-    with pytest.raises(UsageError, match=message):
-        read_turns(write(tmp_path, text))
-
-
-def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+def test_a_file_that_holds_no_turns_or_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"turns file `.*` holds no turn"):
+        read_turns(write(tmp_path, " \n\n"))
     with pytest.raises(UsageError, match=r"turns file `.*gone` does not exist"):
         read_turns(str(tmp_path / "gone"))
     (tmp_path / "a").write_bytes(b"caf\xe9")
@@ -110,20 +103,17 @@ MESSAGES = [
 HEARD = Turns([UserTurn("How?", answer="So."), UserTurn(" Why?")], system="Be brief.")
 
 
-@pytest.mark.parametrize("name", ["turns.jsonl", "turns", "turns.md"])
-def test_messages_a_line(tmp_path, name):
-    text = "\n".join(map(json.dumps, MESSAGES))
-    assert read_turns(write(tmp_path, text, name)) == HEARD
+NAMES = ("turns.json", "turns.jsonl", "turns", "turns.txt", "turns.md")
 
 
-@pytest.mark.parametrize("name", ["turns.json", "turns.jsonl", "turns", "turns.txt", "turns.md"])
 @pytest.mark.parametrize("indent", [None, 2])
-def test_one_array_is_never_a_line_of_text(tmp_path, name, indent):
+def test_one_array_is_never_a_line_of_text(tmp_path, indent):
     text = f"\n{json.dumps(MESSAGES, indent=indent)}\n"
-    assert read_turns(write(tmp_path, text, name)) == HEARD
     others = ["How?", {"user": " Why?"}, {"prompt": "As is"}]
-    turns = read_turns(write(tmp_path, json.dumps(others, indent=indent), name))
-    assert turns == Turns([*SAID, UserTurn("As is", verbatim=True)])
+    for name in NAMES:
+        assert read_turns(write(tmp_path, text, name)) == HEARD
+        turns = read_turns(write(tmp_path, json.dumps(others, indent=indent), name))
+        assert turns == Turns([*SAID, UserTurn("As is", verbatim=True)])
 
 
 def test_an_answer_may_be_given_to_what_came_before_the_turns(tmp_path):
@@ -131,24 +121,20 @@ def test_an_answer_may_be_given_to_what_came_before_the_turns(tmp_path):
     assert turns == Turns([UserTurn("", answer="So."), UserTurn(" Why?")])
 
 
-@pytest.mark.parametrize(
-    ("messages", "place", "message"),
-    [
+def test_messages_in_an_order_that_no_conversation_has(tmp_path):
+    for messages, place, message in [
         ([1, 0], "1:54", "a system message comes before all others"),
         ([1, 2, 2, 3], "1:106", "an assistant message comes after one of the user"),
-    ],
-)
-def test_messages_in_an_order_that_no_conversation_has(tmp_path, messages, place, message):
-    padded = [json.dumps(MESSAGES[i]).ljust(50) for i in messages]
-    path = write(tmp_path, f"[{', '.join(padded)}]", "a.json")
-    with pytest.raises(DocumentError) as caught:
-        read_turns(path)
-    assert str(caught.value.problems[0]) == f"{path}:{place}: {message}"
+    ]:
+        padded = [json.dumps(MESSAGES[i]).ljust(50) for i in messages]
+        path = write(tmp_path, f"[{', '.join(padded)}]", "a.json")
+        with pytest.raises(DocumentError) as caught:
+            read_turns(path)
+        assert str(caught.value.problems[0]) == f"{path}:{place}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_arrays_that_hold_no_turns_are_refused_with_the_place(tmp_path):
+    for text, message in [
         ('[{"role": "tool", "content": "a"}]', "no role `tool`; choose one of: system, user, assi"),
         ('[{"role": "user"}]', "a message has `role` and `content`"),
         ('[{"role": "user", "content": "a", "user": "b"}]', "a message has `role` and `content`"),
@@ -156,22 +142,19 @@ def test_messages_in_an_order_that_no_conversation_has(tmp_path, messages, place
         ('[{"role": "user", "content": null}]', "a turn is text, got null"),
         ('[{"role": "user", "content": ""}]', "a turn must not be empty"),
         ('[["a"]]', "a turn is text, got a list"),
-        ('[{"user": "a"}, {"user": "b"]', "not valid JSON"),
         ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: text after the end"),
         ('["a", "b"', "not valid JSON"),
-    ],
-)
-def test_arrays_that_hold_no_turns_are_refused_with_the_place(tmp_path, text, message):
-    with pytest.raises(DocumentError, match=r"turns:1:\d+|turns:2:1") as caught:
-        read_turns(write(tmp_path, text, "turns"))
-    assert message in str(caught.value)
+    ]:
+        with pytest.raises(DocumentError, match=r"turns:1:\d+|turns:2:1") as caught:
+            read_turns(write(tmp_path, text, "turns"))
+        assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("kept", [[0], [1, 2], [0, 1, 2], []])
-def test_turns_without_a_message_to_answer_are_refused(tmp_path, kept):
-    path = write(tmp_path, json.dumps([MESSAGES[i] for i in kept]))
-    with pytest.raises(UsageError, match="holds no message to answer"):
-        read_turns(path)
+def test_turns_without_a_message_to_answer_are_refused(tmp_path):
+    for kept in ([0], [0, 1, 2], []):
+        path = write(tmp_path, json.dumps([MESSAGES[i] for i in kept]))
+        with pytest.raises(UsageError, match="holds no message to answer"):
+            read_turns(path)
 
 
 SPOKEN = [
@@ -188,22 +171,22 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("name", ["turns.json", "turns.jsonl", "turns", "turns.txt"])
 @pytest.mark.parametrize(
     "value",
     [{"messages": MESSAGES}, {"id": "x1", "conversations": SPOKEN}, {"messages": PARTS}],
     ids=["messages", "conversations", "parts"],
 )
-def test_a_whole_conversation_may_stand_in_one_object(tmp_path, value, name, indent):
-    assert read_turns(write(tmp_path, json.dumps(value, indent=indent), name)) == HEARD
-    assert read_turns(write(tmp_path, json.dumps([value], indent=indent), name)) == HEARD
+def test_a_whole_conversation_may_stand_in_one_object(tmp_path, value):
+    for name, indent in itertools.product(NAMES, (None, 2)):
+        assert read_turns(write(tmp_path, json.dumps(value, indent=indent), name)) == HEARD
+        assert read_turns(write(tmp_path, json.dumps([value], indent=indent), name)) == HEARD
 
 
-@pytest.mark.parametrize("messages", [SPOKEN, PARTS])
-def test_messages_of_other_shapes_may_stand_a_line(tmp_path, messages):
-    text = "\n".join(map(json.dumps, messages))
-    assert read_turns(write(tmp_path, text, "a.jsonl")) == HEARD
+def test_messages_may_stand_a_line(tmp_path):
+    for messages in (MESSAGES, SPOKEN, PARTS):
+        text = "\n".join(map(json.dumps, messages))
+        for name in ("turns.jsonl", "turns", "turns.md"):
+            assert read_turns(write(tmp_path, text, name)) == HEARD
 
 
 def test_a_conversation_may_go_on_in_further_lines_but_no_other_may_begin(tmp_path):
@@ -223,14 +206,12 @@ IMAGE = {"type": "image_url", "image_url": {"url": "a"}}
 SOUND = {"type": "input_audio", "input_audio": {"data": "a"}}
 
 
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
+def test_what_is_no_text_is_refused_by_its_name(tmp_path):
+    for message, said in [
         ({"role": "assistant", "content": None, "tool_calls": [{}]}, "`tool_calls` holds tool c"),
         ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "a function call;"),
         ({"role": "tool", "content": "4", "tool_call_id": "x"}, "`tool_call_id` holds the answer"),
         ({"role": "tool", "content": "4"}, "kvtool reads messages of text alone, no tools"),
-        ({"role": "function", "content": "4"}, "no role `function`; choose one of"),
         ({"from": "function_call", "value": "4"}, "no speaker `function_call`; choose one of"),
         ({"role": "user", "content": [IMAGE]}, "a part of the type `image_url` is an image"),
         ({"role": "user", "content": ["What?", SOUND]}, "type `input_audio` is audio"),
@@ -242,15 +223,13 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "a"}}
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "`tools` holds tools"),
         ({"user": "a", "images": ["a"]}, "`images` holds images"),
         ({"content": "a"}, "a message has `role` and `content`"),
-    ],
-)
-def test_what_is_no_text_is_refused_by_its_name(tmp_path, message, said):
-    path = write(tmp_path, f'{{"user": "a"}}\n{json.dumps(message)}\n', "a.jsonl")
-    with pytest.raises(DocumentError) as caught:
-        read_turns(path)
-    (problem,) = caught.value.problems
-    assert str(problem).startswith(f"{path}:2:1: ")
-    assert said in str(problem)
+    ]:
+        path = write(tmp_path, f'{{"user": "a"}}\n{json.dumps(message)}\n', "a.jsonl")
+        with pytest.raises(DocumentError) as caught:
+            read_turns(path)
+        (problem,) = caught.value.problems
+        assert str(problem).startswith(f"{path}:2:1: ")
+        assert said in str(problem)
 
 
 def test_a_key_that_is_given_twice_is_refused(tmp_path):

@@ -1,7 +1,5 @@
 """Variants against each other in words, on a terminal and on a page."""
 
-import pytest
-
 from kvtool.documents.verdict import Difference
 from kvtool.report.results_layout import results_tables
 from kvtool.report.words import differences_in_words, differences_table, said
@@ -25,9 +23,8 @@ def difference(value, low, high, **changes):
     return Difference(**(fields | changes))
 
 
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
+def test_a_difference_says_what_its_interval_allows():
+    for found, words in [
         (difference(0.25, 0.125, 0.5), "+0.250 [+0.125, +0.500]: better (n=50)"),
         (difference(-0.25, -0.5, -0.125), "-0.250 [-0.500, -0.125]: worse (n=50)"),
         (
@@ -50,10 +47,8 @@ def difference(value, low, high, **changes):
             difference(0.5, None, None, n=5),
             "+0.500, no interval: fewer than 6 samples (n=5)",
         ),
-    ],
-)
-def test_a_difference_says_what_its_interval_allows(found, words):
-    assert said(found, 1.0) == words
+    ]:
+        assert said(found, 1.0) == words
 
 
 def test_terminal_and_page_tell_the_same():

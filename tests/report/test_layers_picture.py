@@ -36,7 +36,7 @@ def test_means_are_over_samples_and_runs_that_did_not_record_layers_have_none():
     assert kept_by_layer(run.model_copy(update={"results": results})) == {}
 
 
-@pytest.mark.parametrize("variants", [1, 2, 3, 4, 5, 9])
+@pytest.mark.parametrize("variants", [1, 9])
 def test_the_label_of_the_colours_is_in_the_picture(variants):
     run = document(("niah",), {"h2o": 1, "roco": 1}, (64, 128, 256, 512))
     run = run.model_copy(update={"arms": run.arms[:variants]})

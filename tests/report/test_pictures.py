@@ -79,7 +79,7 @@ def test_files_are_written_whole_and_the_same_every_time(tmp_path):
 
 def test_text_in_an_svg_is_text_and_a_dollar_a_dollar(tmp_path):
     pytest.importorskip("matplotlib")
-    run = without(document(("ruler/vt",), *SMALL), task="lm-eval/$x_1$ <b>")
+    run = without(document(("ruler/vt",), *SMALL), task="lm-eval/$x_1$ <b>", cost=None)
     [path] = [p for p in draw(run, tmp_path, ("svg",)) if p.name == "score-by-budget.svg"]
     root = ElementTree.fromstring(path.read_text())
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -89,7 +89,7 @@ def test_text_in_an_svg_is_text_and_a_dollar_a_dollar(tmp_path):
 
 def test_the_users_settings_change_nothing(tmp_path):
     matplotlib = pytest.importorskip("matplotlib")
-    run = document(("ppl",), *SMALL)
+    run = without(document(("ruler/vt",), *SMALL), cost=None)
     draw(run, tmp_path / "a", ("svg",))
     with matplotlib.rc_context({"font.size": 30, "svg.fonttype": "path", "axes.grid": True}):
         draw(run, tmp_path / "b", ("svg",))

@@ -2,7 +2,6 @@
 
 from html.parser import HTMLParser
 
-import pytest
 from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
@@ -99,11 +98,11 @@ def test_looks_are_colours_on_a_terminal_and_classes_on_the_page():
     assert page.count('<tr class="first">') == 2
 
 
-@pytest.mark.parametrize(("width", "tables"), [(80, 1), (30, 2)])
-def test_a_narrow_terminal_has_a_table_per_group(width, tables):
-    text = on_a_terminal(FittingTables(TABLE), width)
-    assert sum("h2o@64" in line for line in text.splitlines()) == tables
-    assert max(map(len, text.splitlines())) <= width
+def test_a_narrow_terminal_has_a_table_per_group():
+    for width, tables in ((80, 1), (30, 2)):
+        text = on_a_terminal(FittingTables(TABLE), width)
+        assert sum("h2o@64" in line for line in text.splitlines()) == tables
+        assert max(map(len, text.splitlines())) <= width
 
 
 def test_picked_columns_come_in_their_order():
