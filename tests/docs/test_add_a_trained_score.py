@@ -90,10 +90,9 @@ def test_it_goes_with_modifiers_and_turns(folder, model, modifier):
     first(
         2,
         [
-            "rows_of_a_padded_batch_are_the_rows_alone",
+            "an_entry_of_a_padded_batch_is_the_entry_alone",
             "a_rollback_leaves_no_trace",
             "a_saved_cache_goes_on_like_the_unbroken_one",
-            "so_they_are_where_the_prompt_comes_in_blocks",
             "compiled_steps_are_the_eager_ones",
         ],
     ),
