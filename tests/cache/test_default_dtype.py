@@ -46,10 +46,11 @@ def run(model, policy):
 def test_a_policy_gives_the_same_whatever_the_default_is(model, policies):
     for policy in policies:
         logits, kept, report = run(model, policy)
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            found = run(model, policy)
-        finally:
-            torch.set_default_dtype(torch.float32)
-        assert torch.equal(found[0], logits), policy
-        assert found[1:] == (kept, report), policy
+        for dtype in (torch.bfloat16, torch.float64):
+            torch.set_default_dtype(dtype)
+            try:
+                found = run(model, policy)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert torch.equal(found[0], logits), policy
+            assert found[1:] == (kept, report), policy
