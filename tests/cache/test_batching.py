@@ -13,7 +13,7 @@ from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import describe
 from tests.coded import TIE_LOGITS, codes_of, moved
-from tests.models_for_tests import FAMILIES, RECURRENT, family_model, peaky_model, random_ids
+from tests.models_for_tests import RECURRENT, family_model, peaky_model, random_ids
 from tests.tiers import first
 
 JOINED = [
@@ -61,7 +61,7 @@ JOINED = [
     "keydiff",
     "knorm",
     "expected",
-    "lagkv(sinks=1,lag=2)",
+    "lagkv(sinks=1,lag=4,rank=false)",  # ranks tie, and of ties the order of the slots decides
     "rkv(window=3,buffer=8)",
     "triattention(every=8,prompt=false)",
     "snapkv(window=3,kernel=3)+every(steps=4)",
@@ -82,6 +82,7 @@ APART = [  # with the reason, below
     "snapkv(window=3)+calidrop",
 ]
 BUDGETS = [(20, "full"), (0.5, "full"), (20, "block:8"), ("28KiB", "full")]
+TOGETHER = ["h2o", "roco(sinks=1,protect_recent=2)", "h2o+caote", "h2o+int8", "d2o"]
 
 
 def read(model, policy, budget, length: int, seed: int):
@@ -133,16 +134,26 @@ def same_row(both, alone, row: int) -> None:
         assert (ours[:, expected.shape[1] :] == -1).all()
 
 
-@pytest.mark.few(3)
-@pytest.mark.each_once
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("policy", JOINED)
-def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
+def joined() -> list:
+    """Every policy with one of the budgets; `TOGETHER` with the first."""
+    rest = [policy for policy in JOINED if policy not in TOGETHER]
+    found = [(policy, BUDGETS[0]) for policy in TOGETHER]
+    found += [(policy, BUDGETS[i % 4]) for i, policy in enumerate(rest)]
+    tried = ("h2o+caote", "full+k8v4", "adakv(window=3,kernel=3)")
+    return [
+        pytest.param(*case, marks=[] if case[0] in tried else pytest.mark.exhaustive)
+        for case in found
+    ]
+
+
+@pytest.mark.parametrize(("policy", "budget"), joined())
+def test_a_row_is_what_it_is_alone_from_when_it_joins_until_after_it_leaves(policy, budget):
+    """Behind the batch with a generated token and a further turn; the batch does not notice."""
     model = kvtool.attach(
         peaky_model("llama", head_dim=32 if re.search("int4|k8v4|keys=4", policy) else 16)
     )
-    # (length, seed, steps): the second leaves after 5 steps, and the third and fourth come
-    texts = [(37, 1, 14), (60, 2, 5), (11, 3, 9), (53, 4, 9)]
+    # (length, seed, steps): the second leaves after 4 steps, and the third and fourth come
+    texts = [(37, 1, 10), (60, 2, 4), (11, 3, 6), (53, 4, 6)]
     alone = [run_alone(model, policy, budget, *text) for text in texts]
     cache, logits = read(model, policy, budget, *texts[0][:2])
     other, more = read(model, policy, budget, *texts[1][:2])
@@ -150,32 +161,43 @@ def test_a_row_that_joins_is_what_it_is_alone(policy, budget):
     assert (cache.get_seq_length(), cache.tokens_seen()) == (60, [37, 60])
     assert not any(layer.is_initialized for layer in other.slot_layers)
     logits, place, rows, together = torch.cat([logits, more]), [0, 0], [0, 1], False
-    for step in range(15):
+    for step in range(11):
         for row, text in enumerate(rows):
             _, expected, codes = alone[text]
             at = place[row]
             same_logits(logits[row], expected[at], cache, row, codes[at])
-        if step == 5:
+        if step == 4:
             cache.batch_select_indices(torch.tensor([0]))
             caches, more = zip(
                 *(read(model, policy, budget, *text[:2]) for text in texts[2:]), strict=True
             )
             append_entries(cache, caches)
-            logits, place, rows = torch.cat([logits[:1], *more]), [5, 0, 0], [0, 2, 3]
-        if step < 14:
+            logits, place, rows = torch.cat([logits[:1], *more]), [4, 0, 0], [0, 2, 3]
+        if step < 10:
             logits = decode_step(model, cache, logits.argmax(-1))
             together |= bool(cache.groups.by_layer)
             place = [at + 1 for at in place]
     for row, text in enumerate(rows):
         same_row(cache, alone[text][0], row)
-    if budget == BUDGETS[0] and policy in (
-        "h2o",
-        "roco(sinks=1,protect_recent=2)",
-        "h2o+caote",
-        "h2o+int8",
-        "d2o",
-    ):
+    if policy in TOGETHER:
         assert together  # layers decide in one go, in spite of rows of different lengths
+    own, _, codes = alone[3]
+    kept = [cache.kept_positions(layer) for layer in range(2)]
+    taken = take_entry(cache, 2)
+    assert (taken.tokens_seen(), taken.get_seq_length()) == ([59], 59)
+    for layer, positions in enumerate(kept):
+        assert torch.equal(cache.kept_positions(layer), positions)
+    same_row(taken, own, 0)
+    token, turn = logits[2:].argmax(-1), random_ids(9, seed=5)
+    for feed in (
+        lambda each: decode_step(model, each, token),
+        lambda each: prefill(model, each, turn, new_tokens=2),
+    ):
+        expected = feed(own)
+        same_logits(feed(taken), expected, taken, 0, codes_of(own, 0) if codes[-1] else [])
+        same_row(taken, own, 0)
+    assert taken.report().allocated_bytes <= 2 * own.report().allocated_bytes
+    decode_step(model, cache, torch.tensor([1, 2, 3]))
 
 
 def test_every_policy_joins_or_is_refused():
@@ -184,16 +206,15 @@ def test_every_policy_joins_or_is_refused():
     assert tried - {""} == {entry.name for entry in describe()} - by_plan
 
 
-@pytest.mark.parametrize("policy", APART)
-def test_rows_that_cannot_join_are_refused_with_the_reason(policy):
+def test_rows_that_cannot_join_are_refused_with_the_reason():
     model = kvtool.attach(peaky_model("llama"))
-    cache = kvtool.build_cache(model, policy, 20)
-    with pytest.raises(KvtoolError, match="cannot join a running batch: "):
-        append_entries(cache, [kvtool.build_cache(model, policy, 20)])
+    for policy in APART:
+        cache, other = (kvtool.build_cache(model, policy, 20) for _ in range(2))
+        with pytest.raises(KvtoolError, match="cannot join a running batch: "):
+            append_entries(cache, [other])
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("policy", ["h2o+caote", "roco(sinks=1,protect_recent=2)", "h2o+int8"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "h2o+int8"])
 def test_layers_decide_alone_while_a_mask_may_leave_a_row_out(policy):
     model = kvtool.attach(peaky_model("llama"))
     texts, tokens = [(37, 1), (60, 2)], random_ids(9, seed=5, batch=2)
@@ -221,12 +242,15 @@ def test_layers_decide_alone_while_a_mask_may_leave_a_row_out(policy):
         same_row(cache, own, row)
 
 
-@pytest.mark.parametrize("family", first(1, sorted(FAMILIES, key=lambda name: name != "gemma3")))
-def test_rows_of_every_family_join_or_are_refused(family):
+@pytest.mark.parametrize(
+    "family",
+    first(1, ["gemma3", "falcon", "deepseek_v3", "gemma4", "llama4", "lfm2"]),
+)
+def test_rows_of_every_kind_of_family_join_or_are_refused(family):
     model = kvtool.attach(family_model(family))
     texts = [(47, 1), (9, 2), (30, 3)]  # the window of some layers is 24
-    for policy in ("full", "h2o", "snapkv(window=3)", "tova"):  # codes may round apart
-        alone = [run_alone(model, policy, (16, "full"), *text, steps=12)[1] for text in texts]
+    for policy in ("h2o", "snapkv(window=3)"):  # codes may round apart
+        alone = [run_alone(model, policy, (16, "full"), *text, steps=6)[1] for text in texts]
         cache, logits = read(model, policy, (16, "full"), *texts[0])
         others, more = zip(
             *(read(model, policy, (16, "full"), *text) for text in texts[1:]), strict=True
@@ -237,14 +261,14 @@ def test_rows_of_every_family_join_or_are_refused(family):
             continue
         append_entries(cache, others)
         logits = torch.cat([logits, *more])
-        for step in range(13):
+        for step in range(7):
             expected = torch.stack([own[step] for own in alone])
             torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
-            if step < 12:
+            if step < 6:
                 logits = decode_step(model, cache, expected.argmax(-1))
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o", "full+int8"])
+@pytest.mark.parametrize("policy", ["h2o", "full+int8"])
 def test_rows_in_bfloat16_hold_what_they_hold_alone(policy):
     model = kvtool.attach(peaky_model("llama").to(torch.bfloat16))
     texts = [(37, 1), (60, 2)]
@@ -259,40 +283,3 @@ def test_rows_in_bfloat16_hold_what_they_hold_alone(policy):
     for row, own in enumerate(alone):
         ours = decode_step(model, own, tokens[row : row + 1])[0]
         torch.testing.assert_close(both[row], ours, atol=0.05 * float(ours.abs().max()), rtol=0)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("policy", JOINED)
-def test_an_entry_that_leaves_a_batch_goes_on_as_it_does_alone(policy):
-    """With what is generated, and with a further turn; the batch does not notice."""
-    if policy.startswith("lagkv"):  # whose ranks tie, and of ties the order of the slots decides
-        policy = "lagkv(sinks=1,lag=4,rank=false)"
-    model = kvtool.attach(
-        peaky_model("llama", head_dim=32 if re.search("int4|k8v4|keys=4", policy) else 16)
-    )
-    alone, shown, codes = run_alone(model, policy, BUDGETS[0], 37, seed=2, steps=4)
-    other, _, _ = run_alone(model, policy, BUDGETS[0], 52, seed=1, steps=0)
-    joining, logits = read(model, policy, BUDGETS[0], 37, seed=2)
-    append_entries(other, [joining])
-    first = torch.tensor([5])
-    for _ in range(4):
-        token = torch.cat([first, logits.argmax(-1)])
-        logits = decode_step(model, other, token)[1:]
-    same_logits(logits, shown[-1:], other, 1, codes[-1])
-    kept = [other.kept_positions(layer) for layer in range(2)]
-    taken = take_entry(other, 1)
-    assert taken.tokens_seen() == alone.tokens_seen()
-    assert taken.get_seq_length() == alone.get_seq_length()
-    for layer, positions in enumerate(kept):
-        assert torch.equal(other.kept_positions(layer), positions)
-    same_row(taken, alone, 0)
-    token, turn = logits.argmax(-1), random_ids(9, seed=5)
-    for feed in (
-        lambda cache: decode_step(model, cache, token),
-        lambda cache: prefill(model, cache, turn, new_tokens=2),
-    ):
-        expected = feed(alone)
-        same_logits(feed(taken), expected, taken, 0, codes_of(alone, 0) if codes[-1] else [])
-        same_row(taken, alone, 0)
-    assert taken.report().allocated_bytes <= 2 * alone.report().allocated_bytes
-    decode_step(model, other, torch.tensor([1, 2]))

@@ -12,14 +12,14 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.numbers import ALL_HERE
+from tests.cache.rows import first_rows
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
+from tests.tiers import first
 
-pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
-
-LENGTH, BUDGET, NEW = 61, 20, 24
-MODES = {"full": None, "block:20": 20, "block:16": 16}
+LENGTH, BUDGET, NEW = 41, 20, 16
+MODES = {"full": None, "block:20": 20}
 ALWAYS, NEVER = "(theta1=2,theta2=3)", "(theta1=-3,theta2=2)"
 
 
@@ -29,21 +29,18 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("base", "settings", "theta1", "theta2"),
-    [
-        ("streaming", {}, 0.4, 0.6),
-        ("h2o", {}, 0.4, 0.6),
-        ("snapkv", {"window": 8}, 0.4, 0.6),
-        ("snapkv", {"window": 8}, 0.7, 0.85),
-        ("tova", {}, -3, 0.5),
-    ],
+    ("family", "mode", "base", "settings", "theta1", "theta2", "granularity"),
+    first_rows(
+        2,
+        [
+            ("llama", "block:20", "h2o", {}, 0.4, 0.6, "head"),
+            ("qwen3", "full", "snapkv", {"window": 8}, 0.7, 0.85, "layer"),
+            ("llama", "full", "streaming", {}, 0.4, 0.6, "layer"),
+            ("qwen3", "block:20", "tova", {}, -3, 0.5, "head"),
+        ],
+    ),
 )
-@pytest.mark.parametrize("granularity", ["head", "layer"])
 def test_kept_positions_and_logits_equal_the_oracle(
     model, mode, base, settings, theta1, theta2, granularity
 ):
@@ -78,17 +75,6 @@ def test_kept_positions_and_logits_equal_the_oracle(
     assert cache.report().recompute_frequency == pytest.approx(shares.tolist())
 
 
-BASES = [
-    "snapkv(window=4)",
-    "h2o",
-    "streaming",
-    "h2o+caote",
-    "roco",
-    "adakv(window=4)",
-    "pyramidkv",
-]
-
-
 def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
     """Logits, and every output of every attention."""
     cache = kvtool.build_cache(model, policy, budget, prefill=mode)
@@ -99,10 +85,18 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
     return cache, torch.stack(logits), seen
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.parametrize(
+    ("base", "mode"),
+    first_rows(
+        1,
+        [
+            ("h2o+caote", "block:16"),
+            ("snapkv(window=4)", "full"),
+            ("adakv(window=4)", "full"),
+            ("pyramidkv", "block:16"),
+        ],
+    ),
+)
 def test_always_recomputed_it_is_the_full_cache(base, mode):
     model = kvtool.attach(peaky_model("llama"))
     ids, tokens = random_ids(60), random_ids(70, seed=1).T  # longer than what gathers
@@ -114,12 +108,11 @@ def test_always_recomputed_it_is_the_full_cache(base, mode):
         for mine, theirs in first:
             torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
     assert cache.report().recompute_frequency == [1.0, 1.0]
-    _, plain, _ = outputs(model, base, 20, ids, tokens, mode)
-    assert not torch.allclose(plain, expected, atol=0.1)  # without it, it would not be
+    _, plain, _ = outputs(model, base, 20, ids, tokens[:2], mode)
+    assert not torch.allclose(plain, expected[:3], atol=0.1)  # without it, it would not be
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("family", ["gemma2", "gemma3", "gpt_oss", "phi3", "gpt_neox", "falcon_h1"])
+@pytest.mark.parametrize("family", first(1, ["gemma2", "gpt_oss", "falcon_h1"]))
 def test_families_with_attention_of_their_own(family):
     model = kvtool.attach(family_model(family))
     ids, tokens = random_ids(60), random_ids(6, seed=1).T
@@ -142,12 +135,11 @@ def test_bfloat16_stays_close():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("base", ["h2o", "streaming"])
-def test_float64_is_calibrated_exactly(base):
+def test_float64_is_calibrated_exactly():
     model = kvtool.attach(peaky_model("llama").double())
     ids, tokens = random_ids(40), random_ids(4, seed=1).T
     _, expected, _ = outputs(model, "full", None, ids, tokens)
-    _, logits, _ = outputs(model, f"{base}+calidrop{ALWAYS}", 20, ids, tokens)
+    _, logits, _ = outputs(model, f"h2o+calidrop{ALWAYS}", 20, ids, tokens)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -161,17 +153,17 @@ def test_what_is_held_carries_no_gradients():
     assert cache.copy().get_seq_length() == 41
 
 
-@pytest.mark.parametrize(("form", "times"), [("bf16", 3), ("int8", 3), ("file", 1e5)])
-def test_smaller_stores_stay_close(form, times):
+def test_smaller_stores_stay_close():
     model = kvtool.attach(peaky_model("llama"))
     ids, tokens = random_ids(90), random_ids(8, seed=1).T
     _, expected, _ = outputs(model, "full", None, ids, tokens)
     _, plain, _ = outputs(model, "h2o", 20, ids, tokens)
-    part = f"+calidrop(theta1=2,theta2=3,store={form})"
-    cache, logits, _ = outputs(model, "h2o" + part, 20, ids, tokens)
     exact, _, _ = outputs(model, f"h2o+calidrop{ALWAYS}", 20, ids, tokens)
-    assert (logits - expected).abs().mean() * times < (plain - expected).abs().mean()
-    assert (cache.report().host_bytes < exact.report().host_bytes * 0.6) == (form != "file")
+    for form, times in (("bf16", 3), ("int8", 3), ("file", 1e5)):
+        part = f"+calidrop(theta1=2,theta2=3,store={form})"
+        cache, logits, _ = outputs(model, "h2o" + part, 20, ids, tokens)
+        assert (logits - expected).abs().mean() * times < (plain - expected).abs().mean()
+        assert (cache.report().host_bytes < exact.report().host_bytes * 0.6) == (form != "file")
 
 
 def test_a_further_turn_is_calibrated_exactly():
@@ -224,7 +216,7 @@ def test_the_report_counts_what_is_on_either_side():
     assert report.state_bytes == 2 * (heads * 20 * position + held)
 
 
-@pytest.mark.parametrize("rows", [[1, 0], [1], [1, 1, 0]])
+@pytest.mark.parametrize("rows", [[1, 1, 0], [1]])
 def test_an_entry_of_which_nothing_was_set_aside_counts_no_step_wherever_it_is(rows):
     model = kvtool.attach(peaky_model("llama"))
     ids = random_ids(40, batch=2)

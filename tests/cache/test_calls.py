@@ -127,11 +127,11 @@ def test_rows_of_a_padded_batch_are_read_together(policy):
 @pytest.mark.exhaustive
 @torch.no_grad()
 def test_a_prompt_in_blocks_hardly_counts_bytes():
-    model = kvtool.attach(peaky_model("llama", num_hidden_layers=32))
-    cache, ids = kvtool.build_cache(model, "h2o+caote", 16, prefill="block:16"), random_ids(512)
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=8))
+    cache, ids = kvtool.build_cache(model, "h2o+caote", 16, prefill="block:16"), random_ids(256)
 
     def read():
-        with cache.prompt([512]):
+        with cache.prompt([256]):
             for block in ids.split(16, 1):
                 model(input_ids=block, past_key_values=cache)
 

@@ -15,44 +15,19 @@ from kvtool.cache.files.tensor_file import digest_of
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 
-pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
-
-POLICIES = [
-    "full",
-    "random",
-    "recency",
-    "streaming",
-    "scissorhands",
-    "h2o",
-    "h2o+caote",
-    "tova",
-    "tova+fastcaote",
-    "roco",
-    "roco+caote",
-    "sirllm(sinks=2)",
-    "pyramidinfer(min_context=2,sinks=1)",
-    "snapkv(window=4)",
-    "adakv(window=4)",
-    "h2o+caote+ada",
-    "d2o",
-    "h2o+caote+d2o-merge",
-    "streaming+cam",
-    "snapkv(window=4)+cam",
-    "adakv(window=4)+d2o-merge",
-    "h2o+caote+calidrop(theta1=0.4,theta2=0.6)",
-    "snapkv(window=4)+calidrop(store=int8)",
-    "adakv(window=4)+calidrop",
-    "streaming(positions=cache)",
-    "h2o(positions=cache)+caote+ada",
-]
-
 
 def feed(model, cache, tokens):
     return torch.stack([decode_step(model, cache, token) for token in tokens])
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(  # every policy as it is goes through tests/contract
+    "policy",
+    [
+        "full",
+        "snapkv(window=4)+calidrop(store=int8)",
+        "h2o(positions=cache)+caote+ada",
+    ],
+)
 def test_a_loaded_cache_goes_on_like_the_unbroken_one(policy, tmp_path):
     model = kvtool.attach(peaky_model("llama"))
     ids, first, rest = random_ids(50), random_ids(9, seed=1)[0], random_ids(12, seed=2)[0]
@@ -171,18 +146,18 @@ def test_another_model_other_weights_or_another_dtype_is_refused(saved):
         kvtool.load_cache(path, model.to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("place", [(0, 0), (-1, -1), (7, 9)])
-def test_one_changed_number_of_one_weight_is_refused(place, saved):
+def test_one_changed_number_of_one_weight_is_refused(saved):
     """Wherever it is in the tensor, and after the model has been hashed."""
     model, path = saved
     kvtool.load_cache(path, model)
     weight = model.model.layers[1].mlp.down_proj.weight.data
-    before = weight[place].clone()
-    weight[place] += 0.5
-    with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+    for place in ((0, 0), (-1, -1), (7, 9)):
+        before = weight[place].clone()
+        weight[place] += 0.5
+        with pytest.raises(kvtool.KvtoolError, match="other weights or another dtype"):
+            kvtool.load_cache(path, model)
+        weight[place] = before
         kvtool.load_cache(path, model)
-    weight[place] = before
-    kvtool.load_cache(path, model)
 
 
 def test_a_file_without_the_hash_of_all_weights_still_loads_with_its_model(saved):

@@ -9,10 +9,10 @@ import torch
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.generation import compress, decode_step, prefill
-from tests.models_for_tests import peaky_model, random_ids
+from kvtool.generation import prefill
+from tests.models_for_tests import family_model, peaky_model, random_ids
 
-SETTINGS = {"max_new_tokens": 12, "do_sample": False}
+SETTINGS = {"max_new_tokens": 7, "do_sample": False}
 
 
 @pytest.fixture
@@ -20,17 +20,14 @@ def model():
     return kvtool.attach(peaky_model("llama"))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize(  # beams go through tests/contract
     "settings",
     [
-        {},
-        {"num_beams": 3},
         {"num_return_sequences": 2, "num_beams": 2},
         {"do_sample": True, "temperature": 0.8, "top_k": 20, "num_return_sequences": 3},
-        {"prefill_chunk_size": 16},
-        {"repetition_penalty": 1.3},
+        {"prefill_chunk_size": 16, "repetition_penalty": 1.3},
     ],
-    ids=lambda settings: ",".join(settings) or "greedy",
+    ids=",".join,
 )
 def test_with_a_budget_that_fits_every_mode_gives_what_sdpa_gives(model, settings):
     ids, other = random_ids(50, batch=2), peaky_model("llama")
@@ -41,12 +38,12 @@ def test_with_a_budget_that_fits_every_mode_gives_what_sdpa_gives(model, setting
     assert ours.tolist() == other.generate(ids, **(SETTINGS | settings)).tolist()
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv(window=4)"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)"])
 def test_beams_run_under_a_small_budget(model, policy):
     cache = kvtool.build_cache(model, policy, 20)
     out = model.generate(random_ids(50), past_key_values=cache, num_beams=3, **SETTINGS)
-    assert out.shape == (1, 62)
-    kept = 20 + (11 if policy.startswith("snapkv") else 0)
+    assert out.shape == (1, 57)
+    kept = 20 + (6 if policy.startswith("snapkv") else 0)
     assert cache.report().kept_per_layer == [kept, kept]
     assert cache.layers[0].keys.shape[0] == 3
 
@@ -64,20 +61,12 @@ def test_chunks_of_a_users_own_size_hold_the_budget(model):
     cache = kvtool.build_cache(model, "h2o", 20)
     model.generate(random_ids(65), past_key_values=cache, prefill_chunk_size=16, **SETTINGS)
     assert cache.report().kept_per_layer == [20, 20]
-    assert cache.get_seq_length() == 65 + 11
-
-
-def test_reset_makes_a_cache_as_good_as_new(model):
-    cache = kvtool.build_cache(model, "roco", 20)
-    first = model.generate(random_ids(50), past_key_values=cache, **SETTINGS)
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert model.generate(random_ids(50), past_key_values=cache, **SETTINGS).equal(first)
+    assert cache.get_seq_length() == 65 + 6
 
 
 def test_threads_do_not_meet(model):
-    texts = [random_ids(40 + 5 * i, seed=i) for i in range(4)]
-    expected, found = [], [None] * 4
+    texts = [random_ids(40 + 5 * i, seed=i) for i in range(3)]
+    expected, found = [], [None] * 3
     for ids in texts:
         cache = kvtool.build_cache(model, "h2o", 20)
         expected.append(model.generate(ids, past_key_values=cache, **SETTINGS).tolist())
@@ -86,7 +75,7 @@ def test_threads_do_not_meet(model):
         cache = kvtool.build_cache(model, "h2o", 20)
         found[i] = model.generate(texts[i], past_key_values=cache, **SETTINGS).tolist()
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -94,13 +83,12 @@ def test_threads_do_not_meet(model):
     assert found == expected
 
 
-@pytest.mark.parametrize("with_cache", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("family", "with_cache"), [("llama", False), ("gemma2", True), ("gpt_oss", True)]
+)
 def test_an_attached_model_still_runs_without_a_kvtool_cache(family, with_cache):
-    from tests.models_for_tests import family_model
-
-    settings = {"use_cache": with_cache, "max_new_tokens": 8, "do_sample": False}
-    model = family_model("llama" if family == "llama" else family)
+    settings = {"use_cache": with_cache, "max_new_tokens": 4, "do_sample": False}
+    model = family_model(family)
     ids, mask = random_ids(40, batch=2), torch.ones(2, 40, dtype=torch.long)
     mask[0, :13] = 0
     expected = model.generate(ids, attention_mask=mask, **settings)
@@ -117,13 +105,6 @@ def test_a_model_that_is_not_attached_is_told(model):
         model.generate(random_ids(50), past_key_values=cache, **SETTINGS)
 
 
-def test_rolling_back_is_refused(model):
-    cache = kvtool.build_cache(model, "h2o", 20)
-    prefill(model, cache, random_ids(50))
-    with pytest.raises(kvtool.KvtoolError, match="what was evicted is gone"):
-        cache.crop(-3)
-
-
 def test_attention_weights_cannot_be_had(model):
     cache = kvtool.build_cache(model, "h2o", 20)
     with pytest.raises(kvtool.KvtoolError, match="output_attentions"):
@@ -138,28 +119,8 @@ def test_gradients_are_never_recorded(model):
 
 def test_half_precision_runs(model):
     model.to(torch.bfloat16)
-    for policy in ("h2o+caote", "roco", "tova", "snapkv(window=4)", "scissorhands"):
+    for policy in ("h2o+caote", "tova", "snapkv(window=4)"):
         cache = kvtool.build_cache(model, policy, 20, prefill="block:16")
         assert prefill(model, cache, random_ids(50)).isfinite().all()
         assert cache.layers[0].keys.dtype == torch.bfloat16
         assert all(number.dtype == torch.float32 for number in cache.layers[0].slots.state.values())
-
-
-@pytest.mark.parametrize("policy", ["h2o+caote", "roco", "snapkv(window=4)", "full"])
-def test_a_copy_goes_its_own_way(model, policy):
-    budget = None if policy == "full" else 20
-    cache = kvtool.build_cache(model, policy, budget)
-    compress(model, cache, random_ids(50))
-    copy = cache.copy()
-    unbroken = kvtool.build_cache(model, policy, budget)
-    compress(model, unbroken, random_ids(50))
-    for token in (5, 9, 9, 4):  # other tokens than the copy will see
-        decode_step(model, cache, torch.tensor([token]))
-    for token in (7, 8, 60, 3, 3, 2):
-        step = torch.tensor([token])
-        assert torch.equal(decode_step(model, copy, step), decode_step(model, unbroken, step))
-    assert torch.equal(copy.kept_positions(1), unbroken.kept_positions(1))
-    again = copy.copy()  # in steady state, where layers decide together
-    step = torch.tensor([11])
-    assert torch.equal(decode_step(model, again, step), decode_step(model, unbroken, step))
-    assert max(copy.tokens_seen()) == 56

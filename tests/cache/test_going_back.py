@@ -21,9 +21,7 @@ def repeating(seed=1):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "family", first(3, ["llama", "falcon", "deepseek_v3", "gptj", "gemma2", "llama4"])
-)
+@pytest.mark.parametrize("family", first(3, ["llama", "falcon", "deepseek_v3", "llama4"]))
 def test_a_cropped_cache_goes_on_as_transformers_own(family):
     found = []
     for ours in (False, True):
@@ -93,9 +91,7 @@ def test_a_number_that_is_positive_is_what_stays():
     ("policy", "family", "why"),
     [
         ("h2o", "llama", "what was evicted is gone"),
-        ("snapkv(window=4)", "llama", "what was evicted is gone"),
         ("quest", "llama", "`quest` has tables of what it read"),
-        ("exact-topk", "llama", "`exact-topk` has tables of what it read"),
         ("full", "gemma2", "its sliding windows have let tokens go"),
         ("full", "falcon_h1", "its recurrence does not go back"),
         ("full", "qwen3_next", "its recurrent layers do not go back"),
@@ -111,8 +107,7 @@ def test_what_cannot_be_cropped_says_why_and_stays_whole(policy, family, why):
     assert cache.get_seq_length() == 43
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("way", ["lookup", "assistant"])
+@pytest.mark.parametrize(("way", "inside"), [("lookup", True), ("assistant", False)])
 def test_assisted_generation_gives_what_transformers_gives(way, inside):
     ids, forwards = repeating(), []
     plain = peaky_model("llama")

@@ -18,7 +18,8 @@ from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy, compose
 from kvtool.policies.table import modifier_class
 from tests.cache.test_calls import traced
-from tests.models_for_tests import FAMILIES, family_model, peaky_model, random_ids
+from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.tiers import first
 
 
 @dataclass(frozen=True)
@@ -83,11 +84,15 @@ def check(cache, hidden, rows):
                 assert kept.any()
 
 
-@pytest.mark.parametrize("mode", ["full", "block:16", "layer:16"])
-@pytest.mark.parametrize("score", [Sum(), AtEnd()])
-@pytest.mark.parametrize("budget", [90, 20])
-@pytest.mark.parametrize("modifier", [None, "ada", "int8"])
-@pytest.mark.each_once
+@pytest.mark.parametrize(
+    ("mode", "score", "budget", "modifier"),
+    [
+        ("full", AtEnd(), 90, "int8"),
+        ("block:16", Sum(), 20, "ada"),
+        ("layer:16", AtEnd(), 20, None),
+        ("layer:16", Sum(), 90, None),
+    ],
+)
 def test_a_number_is_that_of_its_own_token(mode, score, budget, modifier):
     model, ids = attached(), random_ids(60)
     policy = compose(score, [] if modifier is None else [modifier_class(modifier)()])
@@ -125,27 +130,24 @@ def test_padding_has_no_numbers(inside):
     )
 
 
-@pytest.mark.parametrize("score", [Sum(), AtEnd()])
-def test_compiled_steps_are_the_eager_ones(score):
+def test_compiled_steps_are_the_eager_ones():
     torch._dynamo.reset()
-    model, ids = attached(), random_ids(60)
-    caches = [kvtool.build_cache(model, Policy(score), 20) for _ in range(2)]
+    model, ids = kvtool.attach(peaky_model("llama", num_hidden_layers=1)), random_ids(40)
+    caches = [kvtool.build_cache(model, Policy(Sum()), 20) for _ in range(2)]
     for cache in caches:
         prefill(model, cache, ids)
     step = CompiledDecoding(model, 12, backend="eager")
-    for token in range(5, 13):
+    for token in range(5, 9):
         logits = step(model, caches[0], torch.tensor([token]))
         torch.testing.assert_close(logits, decode_step(model, caches[1], torch.tensor([token])))
-    for layer in range(2):
-        for mine, theirs in zip(numbers(caches[0], layer), numbers(caches[1], layer), strict=True):
-            torch.testing.assert_close(mine, theirs)
+    for mine, theirs in zip(numbers(caches[0], 0), numbers(caches[1], 0), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 REFUSED = ("falcon", "gptj")
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", first(3, [*REFUSED, "gemma3", "deepseek_v3", "llama4", "lfm2"]))
 def test_families_show_their_hidden_states_or_are_refused(family):
     model = kvtool.attach(family_model(family))
     if family in REFUSED:
@@ -183,6 +185,7 @@ def steps_of(model, cache):
 
 def test_other_caches_pay_nothing_once_it_is_gone():
     model, ids = attached(), random_ids(40)
+    gc.freeze()  # what a long run of tests has made is looked through no further
     other = kvtool.build_cache(model, "h2o", 16)
     with torch.no_grad():
         model(ids, past_key_values=other)
@@ -199,6 +202,7 @@ def test_other_caches_pay_nothing_once_it_is_gone():
         model(ids, past_key_values=copied)  # which still has them
     del copied
     gc.collect()
+    gc.unfreeze()
     assert not hooks
     assert steps_of(model, other) == before
 
@@ -234,7 +238,6 @@ def test_it_is_not_replayed_from_another_run():
             lambda hidden: {"sum": hidden[..., 0]},
             r"not float32 numbers of shape \(1, KV heads, 40\)",
         ),
-        (lambda hidden: {"sum": hidden[..., :2].double().transpose(1, 2)}, "not float32 numbers"),
         (
             lambda hidden: {"sum": hidden[..., :5].transpose(1, 2)},
             "of 5 KV heads, and layer 0 has 2",

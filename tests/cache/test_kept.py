@@ -11,8 +11,6 @@ from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.read.exact_topk import ExactTopK
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
-FIVE = ["h2o", "snapkv", "rocketkv", "d2o", "h2o+calidrop"]
-
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -26,7 +24,7 @@ def endless_model():
     return model
 
 
-def read(model, policy, ids, budget=256, *, new=6, prefill="full", mask=None, record=True):
+def read(model, policy, ids, budget, *, new=6, prefill="full", mask=None, record=True):
     """Read a text with plain `generate`, and return its cache."""
     cache = kvtool.build_cache(model, policy, budget, prefill=prefill)
     if record:
@@ -64,13 +62,19 @@ def held(layer):
     return [set(head.nonzero()[:, 0].tolist()) for head in layer.kept]
 
 
-@pytest.mark.parametrize("prefill", ["full", "block"])
-@pytest.mark.parametrize("policy", [*FIVE, "adakv", "streaming"])
-@pytest.mark.few(7)
-def test_the_built_in_prompt_is_told_as_it_is_kept(loaded, policy, prefill):
-    text, _ = needle_prompt(tokens=1024, seed=0)
+@pytest.mark.parametrize(
+    ("policy", "prefill"),
+    [
+        ("snapkv", "block:64"),
+        ("rocketkv", "full"),
+        ("d2o", "full"),
+        ("h2o+calidrop", "block:64"),
+    ],
+)
+def test_a_prompt_is_told_as_it_is_kept(loaded, policy, prefill):
+    text, _ = needle_prompt(tokens=256, seed=0)
     ids = torch.tensor([loaded.tokenizer(text)["input_ids"]])
-    cache = read(loaded.model, policy, ids, prefill=prefill)
+    cache = read(loaded.model, policy, ids, 64, prefill=prefill)
     told = kept_tokens(cache)
     assert told.tokens == cache.tokens_seen()[0]
     expected = torch.zeros(told.tokens)
@@ -96,7 +100,7 @@ def test_layers_with_a_window_are_left_out():
     assert set(windows) != {None}
 
 
-@pytest.mark.parametrize("policy", ["h2o", "quest", "d2o", "h2o+calidrop", "snapkv(window=8)"])
+@pytest.mark.parametrize("policy", ["quest", "d2o", "h2o+calidrop", "snapkv(window=8)"])
 def test_a_padded_row_is_told_as_the_row_alone(policy):
     model = endless_model()
     ids, alone = random_ids(60, batch=2), random_ids(60, batch=2)[1:, 13:]
@@ -168,14 +172,15 @@ def test_a_prompt_that_fits_is_all_kept_and_never_judged():
     assert (told.score, told.mark) == (None, None)
 
 
-@pytest.mark.parametrize("policy", ["h2o+caote", "roco", "d2o", "quest", "h2o+ada", "sirllm"])
-@pytest.mark.parametrize("prefill", ["full", "block:16"])
-@pytest.mark.few(6)
+@pytest.mark.parametrize(
+    ("policy", "prefill"),
+    [("h2o+caote", "block:16"), ("d2o", "full"), ("quest", "block:16"), ("sirllm", "full")],
+)
 def test_recording_changes_no_choice(policy, prefill):
     model = endless_model()
     ids = random_ids(70, batch=1)
     shown, plain = (
-        read(model, policy, ids, 24, new=20, prefill=prefill, record=record)
+        read(model, policy, ids, 24, new=8, prefill=prefill, record=record)
         for record in (True, False)
     )
     assert torch.equal(shown.input_ids, plain.input_ids)

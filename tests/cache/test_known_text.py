@@ -28,9 +28,7 @@ def refuses(model, cache, ids, told=ANOTHER):
         model.generate(ids, past_key_values=cache, **SETTINGS)
 
 
-@pytest.mark.parametrize(
-    "policy", ["full", "h2o", "sirllm", "quest", "snapkv(window=4)", "h2o+ada"]
-)
+@pytest.mark.parametrize("policy", ["full", "sirllm", "snapkv(window=4)"])
 def test_the_idiom_of_a_prompt_cache(model, policy):
     """Read once, then copied for every text that begins with it."""
     cache = kvtool.build_cache(model, policy, None if policy == "full" else 16)
@@ -62,13 +60,13 @@ def test_forwards_of_any_size_and_in_place_changes_of_what_was_fed(model):
 
 
 @torch.no_grad()
-@pytest.mark.exhaustive
-def test_many_tokens_are_held_together(model):
-    cache, ids = kvtool.build_cache(model, "recency", 8), random_ids(1100, seed=4)
+def test_many_tokens_are_held_together(model, monkeypatch):
+    monkeypatch.setattr("kvtool.cache.cache._PARTS", 16)
+    cache, ids = kvtool.build_cache(model, "recency", 8), random_ids(40, seed=4)
     for token in ids.unbind(1):
         model(token[:, None], past_key_values=cache)
     gc.collect()
-    assert len(cache.running.fed.parts) <= 512
+    assert len(cache.running.fed.parts) <= 16
     assert torch.equal(cache.input_ids, ids)
 
 
