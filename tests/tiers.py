@@ -92,7 +92,10 @@ def in_part(name: str, part: int, parts: int) -> bool:
 
 
 def first(count: int, values: Iterable) -> list:
-    """Values for `parametrize`, all but a number of first ones marked for the exhaustive tier."""
-    values = list(values)
-    rest = (pytest.param(value, marks=pytest.mark.exhaustive) for value in values[count:])
-    return [*values[:count], *rest]
+    """Values for `parametrize`, all but a number of first ones marked for the exhaustive tier.
+
+    A tuple holds one for each name.
+    """
+    values = [value if isinstance(value, tuple) else (value,) for value in values]
+    marks = [[]] * count + [pytest.mark.exhaustive] * (len(values) - count)
+    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=False)]

@@ -11,7 +11,6 @@ from kvtool.cache.hooks.probes import find_rotations
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests
-from tests.cache.rows import first_rows
 from tests.cache.test_oracle import BUDGET, follow, spell
 from tests.contract.cases import Case
 from tests.contract.checks import every_tensor_of_a_cache_is_in_its_report
@@ -72,7 +71,7 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
-@pytest.mark.parametrize(("family", "mode", "base", "modifier", "options"), first_rows(1, CASES))
+@pytest.mark.parametrize(("family", "mode", "base", "modifier", "options"), first(1, CASES))
 def test_logits_equal_the_oracle_that_turns_keys_anew(model, mode, base, modifier, options):
     follow(
         model,

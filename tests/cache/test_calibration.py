@@ -12,7 +12,6 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.numbers import ALL_HERE
-from tests.cache.rows import first_rows
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
@@ -31,7 +30,7 @@ def model(family):
 
 @pytest.mark.parametrize(
     ("family", "mode", "base", "settings", "theta1", "theta2", "granularity"),
-    first_rows(
+    first(
         2,
         [
             ("llama", "block:20", "h2o", {}, 0.4, 0.6, "head"),
@@ -87,7 +86,7 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
 
 @pytest.mark.parametrize(
     ("base", "mode"),
-    first_rows(
+    first(
         1,
         [
             ("h2o+caote", "block:16"),

@@ -12,7 +12,6 @@ from kvtool.cache.steps.call import StepContext
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import checks, trust
 from kvtool.kernels.kind import Family
-from tests.cache.rows import first_rows
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.tiers import first
@@ -61,7 +60,7 @@ def small_model(**changes):
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first_rows(
+    first(
         1,
         [
             ("h2o", "block:16"),

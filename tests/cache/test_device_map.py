@@ -13,7 +13,6 @@ import kvtool
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
 from kvtool.generation.feeding import decode_step, prefill
-from tests.cache.rows import first_rows
 from tests.cache.split_model import BUDGET, one
 from tests.models_for_tests import any_cache, peaky_model, random_ids
 from tests.tiers import first
@@ -76,7 +75,7 @@ def on_two_devices():
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first_rows(1, [("h2o+caote", "block:16"), ("random", "full")]),
+    first(1, [("h2o+caote", "block:16"), ("random", "full")]),
 )
 def test_slots_live_beside_their_layer(policy, mode):
     model = on_two_devices()

@@ -5,15 +5,15 @@ import torch
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from tests.cache.rows import first_rows
 from tests.models_for_tests import peaky_model, random_ids
+from tests.tiers import first
 
 TOKENS = [31, 12]
 
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first_rows(
+    first(
         1,
         [
             ("h2o+caote+calidrop", "full"),

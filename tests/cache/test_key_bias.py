@@ -19,7 +19,6 @@ from kvtool.models import reference
 from kvtool.policies.codec.fp8 import FP8
 from kvtool.policies.codec.int4 import Int4
 from kvtool.policies.codec.int8 import Int8
-from tests.cache.rows import first_rows
 from tests.tiers import first
 
 CHECKPOINT = Path(reference.__file__).parent / "checkpoint"
@@ -74,7 +73,7 @@ def outcome(codec: str, pairs: str, size: float) -> str:
 
 @pytest.mark.parametrize(
     ("codec", "pairs", "size"),
-    first_rows(
+    first(
         2,
         [
             ("int4", "slowest", 100.0),
