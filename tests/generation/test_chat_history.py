@@ -312,6 +312,7 @@ def test_text_as_it_stands_becomes_part_of_the_answer_before_it():
     conversation.say(UserTurn(" Hm", verbatim=True), max_new_tokens=2)
     conversation.say(UserTurn("Well?"), max_new_tokens=1)
     assert text(conversation) == render(conversation, "What is it?", "So HmSo", "Well?") + "S"
+    assert conversation.cache.text.history.messages[1].content == "So HmSo"
 
 
 def test_kvzip_asks_in_the_words_of_the_template():
