@@ -1,4 +1,4 @@
-"""`kvtool serve` at length: policies, many requests, broken bodies, signals and the page."""
+"""`kvtool serve` at length: broken bodies, signals and the page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +22,6 @@ pytestmark = [needs_serve, pytest.mark.exhaustive]
 ROOT = Path(__file__).parents[2]
 TEXT = "The secret code for falcon: 7429103. The old lamp was near the school. "
 QUESTION = TEXT * 4 + "\nThe secret code for falcon:"
-POLICIES = ["h2o+caote", "full", "snapkv", "tova", "streaming", "keydiff", "h2o+int8", "quest"]
 NEW = 12
 
 
@@ -39,46 +37,6 @@ def said(client, text, **settings):
     return client.chat.completions.create(messages=[{"role": "user", "content": text}], **given)
 
 
-def generated(loaded, text, policy, budget=48):
-    settings = {"tokenizer": loaded.tokenizer, "max_new_tokens": NEW}
-    return kvtool.generate(loaded.model, text, policy, budget, **settings).text
-
-
-def test_answers_of_eight_policies_are_those_of_generate(loaded):
-    with serving(loaded=loaded, budget=None, allow_policies=",".join(POLICIES)) as server:
-        client = server.client()
-        for policy in POLICIES:
-            body = {"kvtool": {"policy": policy, "budget": 48}}
-            expected = generated(loaded, QUESTION, policy)
-            answer = said(client, QUESTION, extra_body=body)
-            assert answer.choices[0].message.content == expected, policy
-            events = said(client, QUESTION, extra_body=body, stream=True)
-            streamed = "".join(event.choices[0].delta.content or "" for event in events)
-            assert streamed == expected, policy
-
-
-def test_32_requests_at_once_get_their_answers(loaded):
-    texts = [f"{TEXT * (1 + i % 4)} Number {i}. The secret code for falcon:" for i in range(32)]
-    expected = [generated(loaded, text, "h2o") for text in texts]
-    with serving(loaded=loaded, policy="h2o", budget="48") as server:
-        client = server.client()
-        with ThreadPoolExecutor(32) as threads:
-            answers = list(threads.map(lambda text: said(client, text), texts))
-        end = time.monotonic() + 60  # an answer is sent before its place is free
-        while server.ask("/health")[1]["running"] and time.monotonic() < end:
-            time.sleep(0.05)
-        assert server.ask("/health")[1] | {"held": 0} == {
-            "status": "ok",
-            "running": 0,
-            "waiting": 0,
-            "held": 0,
-        }
-    found = [answer.choices[0].message.content for answer in answers]
-    same = sum(one == other for one, other in zip(found, expected, strict=True))
-    assert same >= 31  # float32 sums of a batch may decide a tie otherwise
-    assert {answer.usage.kvtool["kept_tokens"] for answer in answers} == {48}
-
-
 _VALUES = [
     *(None, True, False, 0, -1, 1, 2**70, 0.5, -1e300, "", "x", "\ud800", "\x00", [], [[]], {}),
     *([None], [1], ["a"], {"a": 1}, [{"role": "user"}], [{"role": "user", "content": [{}]}]),
@@ -90,7 +48,7 @@ _KEYS = [
 ]
 
 
-def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
+def test_many_malformed_bodies_get_one_line_each(loaded):
     """And those that are right by chance an answer; the server goes on."""
     draw = random.Random(0)
     good = {
@@ -100,7 +58,7 @@ def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
     }
     statuses: dict[int, int] = {}
     with serving(loaded=loaded, max_new_tokens="1", longest_prompt="500") as server:
-        for _ in range(500):
+        for _ in range(150):
             path = draw.choice(list(good))
             body = dict(good[path])
             for _ in range(draw.randint(1, 3)):
@@ -117,7 +75,7 @@ def test_hundreds_of_malformed_bodies_get_one_line_each(loaded):
             statuses[status] = statuses.get(status, 0) + 1
             assert status in (200, 400, 404), found
             assert (status == 200) != ("error" in found)
-        assert statuses[400] > 250
+        assert statuses[400] > 75
         assert server.ask("/health")[0] == 200
 
 

@@ -1,5 +1,7 @@
 """Conversations in a chat template: the cache has read what the template makes of all messages."""
 
+import copy
+import functools
 import re
 from datetime import datetime, timedelta
 
@@ -30,7 +32,8 @@ GIVEN = [UserTurn("What is it?", answer="It is this."), UserTurn("And now? ", an
 NO_SYSTEM = ("gemma",)
 
 
-def make_tokenizer(template, merged=False):
+@functools.cache
+def trained(merged):
     """One token a byte, or (`merged`) merges of what often comes together, over any border."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merged)
@@ -46,13 +49,14 @@ def make_tokenizer(template, merged=False):
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
-    tokenizer.chat_template = template
     tokenizer.add_tokens(["<think>", "</think>"])
     return tokenizer
 
 
-def make_model(tokenizer, answer, end="</s>"):
+@functools.cache
+def make_model(merged, answer, end="</s>"):
     """A model that says `answer`, whose characters differ, and then `end` until it is stopped."""
+    tokenizer = trained(merged)
     size = len(tokenizer)
     config = LlamaConfig(
         vocab_size=size,
@@ -78,8 +82,9 @@ def make_model(tokenizer, answer, end="</s>"):
 
 
 def talk(template, answer="So.", system=None, merged=False, policy="full", budget=None):
-    tokenizer = make_tokenizer(template, merged)
-    model = make_model(tokenizer, answer)
+    tokenizer = copy.copy(trained(merged))
+    tokenizer.chat_template = template
+    model = make_model(merged, answer)
     cache = kvtool.build_cache(model, policy, budget)
     return Conversation(model, tokenizer, cache, system=system)
 
@@ -102,9 +107,8 @@ def render(conversation, *messages, system=None, tokenize=False):
     )
 
 
-def systems(names):
-    asked = [(name, told) for name in names for told in (None, "Be brief")]
-    return [each for each in asked if each[1] is None or each[0] not in NO_SYSTEM]
+SYSTEMS = [(name, None if name in NO_SYSTEM else "Be brief") for name in WHOLE]
+SYSTEMS += [("llama-2", None), ("vicuna", None)]  # which word the first message by it
 
 
 def tight(text):
@@ -112,17 +116,16 @@ def tight(text):
     return re.sub(r"\s*(So\.?)\s*", r"\1", text)
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("merged", [False, True])
-@pytest.mark.parametrize(("name", "system"), systems(WHOLE))
-def test_a_prompt_is_what_the_template_makes_of_it(name, system, merged):
-    conversation = talk(WHOLE[name], system=system, merged=merged, answer="q")
-    for said in ("hello there", "  What is it?\n "):
-        ids = conversation.turn_ids(UserTurn(said))
-        assert ids[0].tolist() == render(conversation, said, system=system, tokenize=True)
+@pytest.mark.parametrize(("name", "system"), SYSTEMS)
+def test_a_prompt_is_what_the_template_makes_of_it(name, system):
+    for merged in (False, True):
+        conversation = talk(WHOLE[name], system=system, merged=merged, answer="q")
+        for said in ("hello there", "  What is it?\n "):
+            ids = conversation.turn_ids(UserTurn(said))
+            assert ids[0].tolist() == render(conversation, said, system=system, tokenize=True)
 
 
-@pytest.mark.parametrize(("name", "system"), systems(WHOLE))
+@pytest.mark.parametrize(("name", "system"), SYSTEMS)
 def test_answers_that_are_given_leave_the_text_of_the_whole(name, system):
     conversation = talk(WHOLE[name], system=system, merged=True, answer="q")
     for turn in GIVEN:
@@ -136,11 +139,10 @@ def test_answers_that_are_given_leave_the_text_of_the_whole(name, system):
         assert read(conversation) == ids + last.token_ids[0]
 
 
-@pytest.mark.few(8)
-@pytest.mark.parametrize("new_tokens", [9, 2])
-@pytest.mark.parametrize(("name", "system"), systems(WHOLE))
-def test_answers_of_the_model_stay_and_the_rest_is_that_of_the_whole(name, system, new_tokens):
+@pytest.mark.parametrize("case", range(len(SYSTEMS)))
+def test_answers_of_the_model_stay_and_the_rest_is_that_of_the_whole(case):
     """Ended by the model or broken off: only space that a template sets around them may differ."""
+    (name, system), new_tokens = SYSTEMS[case], (9, 2)[case % 2]
     conversation = talk(WHOLE[name], system=system)
     asked = ["What is it?", "And now? ", "Well?"]
     told = [conversation.say(UserTurn(each), max_new_tokens=new_tokens).text[0] for each in asked]
@@ -178,8 +180,7 @@ def test_space_that_a_broken_off_answer_ends_with_is_not_said_twice(template, en
     assert text(conversation) == whole + "S"
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["llama-2", "mistral", "gemma", "numbered"])
 def test_a_saved_conversation_goes_on_with_the_text_of_the_whole(name, tmp_path):
     system = None if name in NO_SYSTEM else "Be brief"
     conversation = talk(WHOLE[name], system=system)
@@ -208,7 +209,7 @@ def test_a_saved_conversation_goes_on_with_the_text_of_the_whole(name, tmp_path)
     assert tight(text(conversation)) == tight(whole)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", ["llama-2", "vicuna", "zephyr", "gemma", "numbered"])
 def test_an_open_message_is_closed_as_the_template_closes_it(name):
     conversation = talk(WHOLE[name])
     conversation.read("A book. \n")
@@ -279,9 +280,9 @@ def test_a_cache_of_another_template_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "regular"), [(CHATML, True), (LLAMA_2, True), (NUMBERED, False)]
+    ("template", "regular", "behind"),
+    [(CHATML, True, "open"), (LLAMA_2, True, "answer"), (NUMBERED, False, "answer")],
 )
-@pytest.mark.parametrize("behind", ["open", "answer"])
 def test_a_file_without_messages_goes_on_where_the_template_words_all_alike(
     template, regular, behind
 ):
@@ -311,6 +312,7 @@ def test_text_as_it_stands_becomes_part_of_the_answer_before_it():
     conversation.say(UserTurn(" Hm", verbatim=True), max_new_tokens=2)
     conversation.say(UserTurn("Well?"), max_new_tokens=1)
     assert text(conversation) == render(conversation, "What is it?", "So HmSo", "Well?") + "S"
+    assert conversation.cache.text.history.messages[1].content == "So HmSo"
 
 
 def test_kvzip_asks_in_the_words_of_the_template():

@@ -17,10 +17,9 @@ CHAT = (
 )
 CONTEXT = "The secret code for falcon: 7429103. The old lamp was near the school."
 SAID = [UserTurn(f"The secret code for {name}:") for name in ("falcon", "lamp", "falcon")]
-POLICIES = [("full", None), ("h2o+caote", 24), ("streaming", 24), ("snapkv(window=4)", 24)]
 
 
-@pytest.fixture(params=[None, CHAT], ids=["lines", "chat"])
+@pytest.fixture(scope="module", params=[None, CHAT], ids=["lines", "chat"])
 def loaded(request):
     loaded = load()
     kvtool.attach(loaded.model)
@@ -38,8 +37,7 @@ def text_of(conversation):
     return conversation.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("new_tokens", [3, 20])
-@pytest.mark.parametrize("context", [None, CONTEXT])
+@pytest.mark.parametrize(("context", "new_tokens"), [(CONTEXT, 12), (None, 3)])
 def test_the_text_is_that_of_the_whole_conversation(loaded, context, new_tokens):
     conversation = talk(loaded)
     if context is not None:
@@ -66,9 +64,9 @@ def test_the_text_is_that_of_the_whole_conversation(loaded, context, new_tokens)
     assert text_of(conversation).count("<bos>") == 1
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("mode", ["full", "block:7"])
-@pytest.mark.parametrize(("policy", "budget"), POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "budget", "mode"), [("h2o+caote", 24, "block:7"), ("snapkv(window=4)", 24, "full")]
+)
 def test_an_answer_is_what_feeding_by_hand_gives(loaded, policy, budget, mode):
     conversation = talk(loaded, policy, budget, mode)
     conversation.read(CONTEXT)
@@ -103,22 +101,18 @@ def test_the_full_cache_answers_as_the_model_does_on_the_whole_text(loaded):
         assert logits[0, -count:].argmax(-1).tolist() == answer.token_ids[0]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(("policy", "budget"), POLICIES)
-def test_a_saved_conversation_goes_on_as_if_it_had_not_been_broken_off(
-    loaded, policy, budget, tmp_path
-):
-    unbroken = talk(loaded, policy, budget)
+def test_a_saved_conversation_goes_on_as_if_it_had_not_been_broken_off(loaded, tmp_path):
+    unbroken = talk(loaded, "h2o+caote", 24)
     unbroken.read(CONTEXT)
-    expected = [unbroken.say(turn, max_new_tokens=9).token_ids for turn in SAID]
-    first = talk(loaded, policy, budget)
+    expected = [unbroken.say(turn, max_new_tokens=5).token_ids for turn in SAID]
+    first = talk(loaded, "h2o+caote", 24)
     first.read(CONTEXT)
-    found = [first.say(SAID[0], max_new_tokens=9).token_ids]
+    found = [first.say(SAID[0], max_new_tokens=5).token_ids]
     for turn in SAID[1:]:
         kvtool.save_cache(first.cache, tmp_path / "a.st")
         cache = kvtool.load_cache(tmp_path / "a.st", loaded.model)
         first = Conversation(loaded.model, loaded.tokenizer, cache)
-        found.append(first.say(turn, max_new_tokens=9).token_ids)
+        found.append(first.say(turn, max_new_tokens=5).token_ids)
     assert found == expected
     assert text_of(first) == text_of(unbroken)
 
@@ -163,10 +157,9 @@ def test_a_cache_that_does_not_know_its_text_is_refused(loaded):
 
 
 @pytest.mark.parametrize("mode", ["full", "block:7"])
-@pytest.mark.parametrize(("policy", "budget"), POLICIES)
-def test_a_given_answer_is_fed_with_its_turn(loaded, policy, budget, mode):
-    conversation = talk(loaded, policy, budget, mode)
-    by_hand = kvtool.build_cache(loaded.model, policy, budget, prefill=mode)
+def test_a_given_answer_is_fed_with_its_turn(loaded, mode):
+    conversation = talk(loaded, "h2o+caote", 24, mode)
+    by_hand = kvtool.build_cache(loaded.model, "h2o+caote", 24, prefill=mode)
     given = UserTurn(CONTEXT, answer=" 7429103.")
     ids = conversation.turn_ids(given)
     assert conversation.hear(given).prompt_tokens == ids.shape[1]

@@ -12,8 +12,9 @@ from kvtool.generation.feeding import wait
 from tests.models_for_tests import peaky_model
 
 
-@pytest.mark.parametrize("mode", ["full", "block:4"])
-@pytest.mark.parametrize(("width", "mask"), [(0, None), (3, torch.zeros(2, 3))])
+@pytest.mark.parametrize(
+    ("mode", "width", "mask"), [("full", 0, None), ("block:4", 3, torch.zeros(2, 3))]
+)
 def test_a_prompt_of_no_tokens_is_refused(mode, width, mask):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, "h2o", 16, prefill=mode)

@@ -18,7 +18,7 @@ FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def loaded():
     loaded = load()
     kvtool.attach(loaded.model)

@@ -12,7 +12,7 @@ from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, generate, prefill
 from kvtool.generation.serving import Drawing, Served, Waiting, serve
 from kvtool.models.load import load
-from tests.cache.test_batching import JOINED
+from tests.tiers import first
 
 SIZES = [(40, 9), (90, 3), (25, 14), (64, 1), (130, 6), (33, 12), (71, 5)]  # prompt, new tokens
 TIE = 1e-4  # between the two likeliest logits, where float32 sums in another order may differ
@@ -43,8 +43,9 @@ def tied(loaded, cache, prompt: Waiting, same: list[int]) -> bool:
     return bool(best[0] - best[1] < TIE)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("policy", JOINED)
+@pytest.mark.parametrize(
+    "policy", first(1, ["h2o(positions=cache)", "full+int8", "snapkv(window=8)", "d2o+uniform"])
+)
 def test_answers_are_those_that_prompts_get_alone(policy, loaded):
     def new_cache():
         bound = None if policy.startswith("full") else 32
@@ -124,8 +125,7 @@ def test_samples_are_drawn_from_the_seed_of_each_prompt(loaded):
         assert found[prompt.index] == alone.token_ids[0]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("policy", ["full", "h2o", "snapkv(window=8)", "h2o+int8"])
+@pytest.mark.parametrize("policy", first(1, ["snapkv(window=8)", "h2o+int8"]))
 def test_rows_in_flight_hold_no_more_than_is_forecast_of_them(policy, loaded):
     from kvtool.documents.memory import DeviceMemory
     from kvtool.planning.bytes import Text

@@ -17,7 +17,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.generation.decoding import Callback, StopsAt
 from kvtool.models.load import load
 
-POLICIES = ["streaming(positions=cache)", "h2o(positions=cache)", "streaming", "tova+caote"]
+POLICIES = ["streaming(positions=cache)", "tova+caote"]
 BUDGET = 32
 
 
@@ -70,13 +70,13 @@ def test_no_operation_of_a_decoded_token_grows_with_the_text(policy):
     model = tiny_model()
     cache = kvtool.build_cache(model, policy, BUDGET, prefill="block:64")
     sizes = []
-    for length in (500, 5000, 500):
+    for length in (500, 2000, 500):
         prefill(model, cache, torch.randint(64, (1, length)))
         stream(model, cache, 3)
         with Largest() as largest:
             stream(model, cache, 2)
         sizes.append(largest.numbers)
-    assert sizes[0] == sizes[1] == sizes[2] < 5000
+    assert sizes[0] == sizes[1] == sizes[2] < 2000
 
 
 @pytest.mark.exhaustive
@@ -118,29 +118,17 @@ def test_a_stream_beyond_the_trained_positions_holds_its_budget(policy):
     prefill(model, cache, torch.randint(64, (1, 300)))
     stream(model, cache, 40)
     before = cache.report()
-    prefill(model, cache, torch.randint(64, (1, 20_000)))
+    prefill(model, cache, torch.randint(64, (1, 10_000)))
     held = resident_bytes()
-    prefill(model, cache, torch.randint(64, (1, 20_000)))
-    logits = stream(model, cache, 1000)
+    prefill(model, cache, torch.randint(64, (1, 10_000)))
+    logits = stream(model, cache, 300)
     assert resident_bytes() < 1.05 * held
     after = cache.report()
     assert logits.isfinite().all()
-    assert after.tokens_seen == 300 + 40 + 40_000 + 1000
+    assert after.tokens_seen == 300 + 40 + 20_000 + 300
     assert after.kept_per_layer == [BUDGET] * 2
     for name in ("kv_bytes", "allocated_bytes", "state_bytes"):
         assert getattr(after, name) == getattr(before, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES[:2])
-def test_two_hundred_thousand_tokens_one_by_one(policy):
-    model = tiny_model()
-    cache = kvtool.build_cache(model, policy, BUDGET)
-    prefill(model, cache, torch.randint(64, (1, 64)))
-    stream(model, cache, 5000)
-    before = resident_bytes()
-    assert stream(model, cache, 200_000).isfinite().all()
-    assert resident_bytes() < 1.05 * before
 
 
 @pytest.mark.slow

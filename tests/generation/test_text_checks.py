@@ -23,7 +23,7 @@ def say(model, ids, new):
     return generation.generate(model, Words(), cache, ids, max_new_tokens=new)
 
 
-@pytest.mark.parametrize("token", [96, 10**6, -1])
+@pytest.mark.parametrize("token", [96, -1])
 def test_a_token_beyond_the_embeddings_is_named(token):
     model = kvtool.attach(peaky_model("llama"))
     ids = random_ids(9)
@@ -33,7 +33,7 @@ def test_a_token_beyond_the_embeddings_is_named(token):
     assert len(say(model, random_ids(9), 3).token_ids[0]) == 3
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_bigcode"])
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
 def test_learned_positions_are_a_limit_up_to_the_last_token_that_is_fed(family):
     model = kvtool.attach(peaky_model(family, max_position_embeddings=64))
     assert learned_positions(model) == 64

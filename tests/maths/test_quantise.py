@@ -92,7 +92,7 @@ vectors = st.lists(st.one_of(numbers, small, st.just(0.0)), min_size=32, max_siz
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(vectors, st.sampled_from(DTYPES))
 def test_a_vector_comes_back_as_the_formula_says(name, vector, dtype):
     encode, decode, largest = FORMATS[name]
@@ -142,14 +142,14 @@ def test_fp8_is_torchs_own_format():
     assert torch.equal(from_fp8(every, torch.ones(1).half())[finite], own[finite])
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 8])
 def test_sylvester(size):
     """By the parity of the bits that row and column share."""
     twin = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
     assert sylvester(size).tolist() == twin
 
 
-@pytest.mark.parametrize("dim", [32, 64, 96, 576])
+@pytest.mark.parametrize("dim", [32, 96, 576])
 def test_a_rotation_keeps_dot_products(dim):
     rotation = Int4().rotation(3, dim, CPU)
     one, other = torch.randn(2, 5, dim)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.maths.selection import keep_top, lowest, top_mask
@@ -25,6 +25,7 @@ def tensors(scores, positions, flags):
     )
 
 
+@settings(max_examples=60)
 @given(SLOTS, st.integers(1, 13))
 def test_keep_top_is_a_stable_sort(slots, budget):
     scores, positions, forced = slots
@@ -39,6 +40,7 @@ def test_keep_top_is_a_stable_sort(slots, budget):
     assert [positions[i] for i in indices[0, 0].tolist()] == kept[0, 0].tolist()
 
 
+@settings(max_examples=60)
 @given(SLOTS)
 def test_lowest_is_what_keeping_all_but_one_leaves(slots):
     scores, positions, protected = slots
@@ -57,6 +59,7 @@ def test_protected_slots_stay_even_where_all_the_rest_is_infinite():
     assert int(lowest(scores, positions, protected)) == 1
 
 
+@settings(max_examples=60)
 @given(SLOTS, st.integers(0, 13))
 def test_top_mask_marks_the_best(slots, count):
     scores, positions, among = slots

@@ -42,7 +42,7 @@ from kvtool.transformers_versions import eager_families, kv_sharing_layers
 from tests.coded import decoded_slots
 from tests.models.tiny import VOCABULARY, families, takes, tiny_config, tiny_model
 
-BLOCKS = (21, 9, 1, 1, 1, 5, 1, 1)  # tokens of each forward: a prompt in two, turns, decoded ones
+BLOCKS = (21, 9, 1, 1, 5, 1)  # tokens of each forward: a prompt in two, turns, decoded ones
 BUDGET = 14
 TOLERANCE = 2e-4
 ONE_CODE = 0.01  # where rounding brings a number to the next code

@@ -44,7 +44,7 @@ def stub():
     return kvtool.attach(model)
 
 
-@pytest.mark.parametrize("policy", ["full", "h2o", "snapkv+caote", "quest", "adakv", "roco+int8"])
+@pytest.mark.parametrize("policy", ["snapkv+caote", "quest", "roco+int8"])
 def test_a_policy_runs_whatever_the_linear_layers_are(stub, policy):
     plain = kvtool.attach(peaky_model("llama", num_hidden_layers=2))
     found = []
@@ -163,7 +163,6 @@ def test_a_checkpoint_in_fewer_bits_loads_as_it_is(bits, tmp_path):
 
 
 @needs_package
-@pytest.mark.parametrize("bits", BITS)
-def test_a_quantised_model_answers(bits):
-    document = kvtool.generate(None, "Hello", "h2o", 64, quantize=bits, max_new_tokens=4)
+def test_a_quantised_model_answers():
+    document = kvtool.generate(None, "Hello", "h2o", 64, quantize="4bit", max_new_tokens=4)
     assert document.new_tokens == 4

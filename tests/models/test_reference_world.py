@@ -65,24 +65,24 @@ def oracle(text: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("seed", range(8))
-def test_the_oracle_agrees(task, seed):
-    example = draw_example(np.random.default_rng(seed), task, 307, FILLER)
-    assert oracle(decode(example.context + example.question)) == decode(example.answer)
+def test_the_oracle_agrees(task):
+    for seed in range(8):
+        example = draw_example(np.random.default_rng(seed), task, 307, FILLER)
+        assert oracle(decode(example.context + example.question)) == decode(example.answer)
 
 
 @pytest.mark.parametrize("task", sorted(TASKS.keys() - {"trace"}))
-@pytest.mark.parametrize("tokens", [307, 1024])
-def test_prompts_have_the_length_asked_for_and_the_tokenizer_agrees(task, tokens):
-    example = draw_example(np.random.default_rng(3), task, tokens, FILLER)
-    prompt = example.context + example.question
-    assert 0 <= tokens - len(prompt) <= 16
-    assert TOKENIZER(decode(prompt))["input_ids"] == prompt
-    whole = prompt + example.answer
-    assert TOKENIZER(decode(whole))["input_ids"] == whole
+def test_prompts_have_the_length_asked_for_and_the_tokenizer_agrees(task):
+    for tokens in (307, 1024):
+        example = draw_example(np.random.default_rng(3), task, tokens, FILLER)
+        prompt = example.context + example.question
+        assert 0 <= tokens - len(prompt) <= 16
+        assert TOKENIZER(decode(prompt))["input_ids"] == prompt
+        whole = prompt + example.answer
+        assert TOKENIZER(decode(whole))["input_ids"] == whole
 
 
-@pytest.mark.parametrize(("tokens", "spare"), [(59, 0), (66, 7), (128, 5), (576, 5), (4096, 3109)])
+@pytest.mark.parametrize(("tokens", "spare"), [(59, 0), (66, 7), (576, 5), (4096, 3109)])
 def test_steps_take_the_length_asked_for_with_their_answer(tokens, spare):
     example = draw_example(np.random.default_rng(3), "trace", tokens, FILLER)
     whole = example.context + example.question + example.answer
@@ -121,14 +121,14 @@ ONLY = {"needles": 0, "several_values": 0, "routes": 0, "variables": 0, "everyth
 
 
 @pytest.mark.parametrize("kind", [*ONLY, "echo", "frequent"])
-@pytest.mark.parametrize("tokens", [128, 499])
-def test_rows_of_every_kind_fit_and_teach_something(kind, tokens):
+def test_rows_of_every_kind_fit_and_teach_something(kind):
     mixture = Mixture(**(ONLY | {"frequent": 0, kind: 1}))
     rng = np.random.default_rng(7)
-    rows = [draw_row(rng, tokens, FILLER, mixture) for _ in range(50)]
-    assert max(len(row.ids) for row in rows) <= tokens + 1
-    assert all(len(row.ids) == len(row.weights) and row.ids[0] == BOS for row in rows)
-    assert all(max(row.weights) >= 1 for row in rows)
+    for tokens in (128, 499):
+        rows = [draw_row(rng, tokens, FILLER, mixture) for _ in range(30)]
+        assert max(len(row.ids) for row in rows) <= tokens + 1
+        assert all(len(row.ids) == len(row.weights) and row.ids[0] == BOS for row in rows)
+        assert all(max(row.weights) >= 1 for row in rows)
 
 
 def test_a_ranking_has_the_words_by_count_and_ties_weigh_nothing():
@@ -145,7 +145,7 @@ def test_a_ranking_has_the_words_by_count_and_ties_weigh_nothing():
 
 def test_only_answers_count_in_full_and_each_is_stated_before():
     rng = np.random.default_rng(11)
-    for _ in range(100):
+    for _ in range(40):
         row = draw_row(rng, 256, FILLER, Mixture(echo=0, frequent=0, recap=0))
         text = decode(row.ids)
         context, *questions = text.split("\n Question: ")

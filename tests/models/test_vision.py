@@ -10,6 +10,7 @@ from transformers import AutoModelForImageTextToText, DynamicCache, PreTrainedCo
 import kvtool
 from tests.models.families import LOCAL, Watched, check_held, kept_before
 from tests.models.tiny import VOCABULARY, tiny_config, tiny_model
+from tests.tiers import first
 
 IMAGE, BEGIN, NEW, BUDGET = VOCABULARY - 1, VOCABULARY - 2, 6, 14
 SIDE, PATCH = 4, 14  # patches of an image's side before they are merged by two, pixels of a patch's
@@ -66,8 +67,7 @@ def generated(model, family: str, cache, **given) -> tuple[list[int], torch.Tens
     return out.sequences[0, -NEW:].tolist(), torch.cat(out.logits)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("family", IMAGES)
+@pytest.mark.parametrize("family", first(1, IMAGES))
 def test_a_budget_that_fits_reads_images_like_the_models_own_cache(family):
     plain = model_of(family)
     tokens, expected = generated(plain, family, DynamicCache(config=plain.config))
@@ -78,9 +78,14 @@ def test_a_budget_that_fits_reads_images_like_the_models_own_cache(family):
         torch.testing.assert_close(ours[1], expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("family", IMAGES)
-@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)"])
+@pytest.mark.parametrize(
+    ("policy", "family"),
+    [
+        ("h2o", "gemma3"),
+        pytest.param("h2o", "qwen2_5_vl", marks=pytest.mark.exhaustive),
+        pytest.param("snapkv(window=4)", "qwen3_vl", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_small_budget_is_the_model_that_sees_what_was_kept(family, policy):
     model = kvtool.attach(model_of(family))
     cache, kept = kvtool.build_cache(model, policy, BUDGET), []
@@ -118,8 +123,7 @@ def test_a_prompt_with_images_seen_from_both_sides_is_not_split_inside_a_layer()
         generated(model, "gemma3", cache)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", first(1, ["gemma3", "qwen2_5_vl"]))
 def test_a_padded_prompt_with_an_image_is_the_prompt_alone(family):
     """The second row has fewer words, and its padding lies before them."""
     model, both = kvtool.attach(model_of(family)), prompt_of(family)

@@ -78,7 +78,7 @@ def assert_loaded(running, request, folder, name="emma", heads=slice(None), star
 # ---- loading
 
 
-@pytest.mark.parametrize("block", [8, 32, 96])
+@pytest.mark.parametrize("block", [8, 96])
 def test_two_caches_and_a_text_in_one_step(monkeypatch, folder, block):
     running = engine(monkeypatch, folder, block=block)
     emma = Request("a", [*ids_of(folder), *QUESTION])
@@ -182,39 +182,18 @@ def refusals(folder):
     }
 
 
-CASES = (
-    "an unknown name",
-    "another name",
-    "a name and a text",
-    "other ids behind",
-    "a part",
-    "no question",
-    "prompt logprobs",
-    "an adapter",
-    "pooling",
-)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_request_is_refused_and_its_neighbour_is_not(monkeypatch, folder, case):
-    ids, more, told = refusals(folder)[case]
-    running = engine(monkeypatch, folder)
-    refused, neighbour = Request("a", ids, **more), Request("b", [*ids_of(folder), *QUESTION])
-    (claimed, _), failed = running.step(refused, neighbour)
-    assert 0 < claimed < len(ids)
-    assert failed == set(running.blocks["a"][:1])
-    assert_loaded(running, neighbour, folder)
-    assert any(told in line for line in running.said)
-    assert refused.cache_salt is not None
-    assert refused.block_hashes == [(refused.cache_salt, tuple(ids))]
-    assert neighbour.cache_salt is None
-
-
-def test_the_right_name_is_served(monkeypatch, folder):
-    running = engine(monkeypatch, folder)
-    request = Request("a", [*ids_of(folder), *QUESTION], params={"kvtool": "emma"})
-    assert running.step(request) == ([SLOTS], set())
-    assert_loaded(running, request, folder)
+def test_a_request_is_refused_and_its_neighbour_is_not(monkeypatch, folder):
+    for case, (ids, more, told) in refusals(folder).items():
+        running = engine(monkeypatch, folder)
+        refused, neighbour = Request("a", ids, **more), Request("b", [*ids_of(folder), *QUESTION])
+        (claimed, _), failed = running.step(refused, neighbour)
+        assert 0 < claimed < len(ids), case
+        assert failed == set(running.blocks["a"][:1]), case
+        assert_loaded(running, neighbour, folder)
+        assert any(told in line for line in running.said), case
+        assert refused.cache_salt is not None, case
+        assert refused.block_hashes == [(refused.cache_salt, tuple(ids))], case
+        assert neighbour.cache_salt is None, case
 
 
 def test_a_request_that_skips_the_prefix_cache_is_served(monkeypatch, folder):

@@ -7,20 +7,8 @@ import pytest
 from kvtool.engines.vllm.ids import FEWEST, NAMING, are_virtual, checking_ids, virtual_ids
 
 WORKED = [
-    14938,
-    3057,
-    32223,
-    42991,
-    45634,
-    39267,
-    9310,
-    43529,
-    21547,
-    28573,
-    5042,
-    1406,
-    9317,
-    34432,
+    *(14938, 3057, 32223, 42991, 45634, 39267, 9310, 43529),
+    *(21547, 28573, 5042, 1406, 9317, 34432),
 ]  # by sha256sum of "book:0:0", "book:0:1", "kvtool:..:0", "book:rest:0"
 
 
@@ -49,10 +37,10 @@ def test_a_worked_example():
     assert virtual_ids("book", 14, 49152) == WORKED
 
 
-@pytest.mark.parametrize("vocabulary", [96, 512, 49152])
+@pytest.mark.parametrize("vocabulary", [96, 49152])
 def test_every_file_has_a_name_of_its_own_which_is_recognised(vocabulary):
     names = set()
-    for i in range(500):
+    for i in range(200):
         ids = virtual_ids(f"file {i}", 30, vocabulary, avoid={0, 1, 2, 50})
         assert len(ids) == 30
         assert all(0 <= each < vocabulary for each in ids)
@@ -60,7 +48,7 @@ def test_every_file_has_a_name_of_its_own_which_is_recognised(vocabulary):
         assert are_virtual(ids, vocabulary)
         assert are_virtual([*ids[:FEWEST], 7], vocabulary)
         names.add(tuple(ids[:NAMING]))
-    assert len(names) == 500
+    assert len(names) == 200
 
 
 def test_text_is_not_virtual():
