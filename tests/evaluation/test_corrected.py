@@ -78,35 +78,29 @@ def test_no_difference_has_a_p_value_of_1():
     assert difference([(1.0, 1.0)] * 5, [(0.0, 1.0)] * 5).p is None
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
+def test_pairs_are_policies_at_common_budgets_or_variants():
+    for text, found in [
         ("h2o,tova", [("h2o@64", "tova@64"), ("h2o@128", "tova@128")]),
         ("H2O, full", [("h2o@64", "full"), ("h2o@128", "full")]),
         ("h2o@64,h2o@128", [("h2o@64", "h2o@128")]),
         ("mine,h2o", [("m:Mine@64", "h2o@64")]),
         ("mine@64,tova@128", [("m:Mine@64", "tova@128")]),
         ("m:Mine,tova", [("m:Mine@64", "tova@64")]),
-    ],
-)
-def test_pairs_are_policies_at_common_budgets_or_variants(text, found):
-    assert [(a.name, b.name) for a, b in asked_pairs([text], ARMS)] == found
-    assert len(asked_pairs([text, text], ARMS)) == len(found)
+    ]:
+        assert [(a.name, b.name) for a, b in asked_pairs([text], ARMS)] == found
+        assert len(asked_pairs([text, text], ARMS)) == len(found)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_what_is_no_pair_is_refused():
+    for text, message in [
         ("h2o", "takes two policies or variants, got `h2o`"),
         ("h2o,", "takes two policies or variants"),
         ("h2o,snapkv", "names `snapkv`, and this run has full, h2o, tova, mine"),
         ("h2o,hto", "names `hto`"),
         ("h2o@64,h2o@64", "names no two variants of one budget"),
-    ],
-)
-def test_what_is_no_pair_is_refused(text, message):
-    with pytest.raises(UsageError, match=message):
-        asked_pairs([text], ARMS)
+    ]:
+        with pytest.raises(UsageError, match=message):
+            asked_pairs([text], ARMS)
 
 
 def test_all_that_is_asked_for_is_corrected_together():

@@ -153,6 +153,6 @@ def test_scores_beyond_all_numbers_have_no_interval():
     assert (found.value, found.low) == (math.inf, None)
 
 
-@pytest.mark.parametrize("n", [1, 11, 59])
-def test_a_loss_that_nobody_saw(n):
-    assert (1 - unseen(n)) ** n == pytest.approx(0.05)
+def test_a_loss_that_nobody_saw():
+    for n in [1, 11, 59]:
+        assert (1 - unseen(n)) ** n == pytest.approx(0.05)

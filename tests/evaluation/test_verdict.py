@@ -139,9 +139,8 @@ def test_costs_are_means_over_the_samples_of_all_tasks():
     assert (choice.cost, choice.full) == ((20 * 100 + 60 * 200) / 80, (20 * 1100 + 60 * 1200) / 80)
 
 
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
+def test_what_cannot_be_compared_is_undecided_and_says_why():
+    for given, why in [
         ({"paired": WITHIN, "failed": 2, "n": 18}, "2 of 20 samples failed"),
         ({"paired": WITHIN, "n": 15}, "5 of 20 samples are missing"),
         ({"paired": None, "n": 0}, "no sample was measured"),
@@ -152,15 +151,13 @@ def test_costs_are_means_over_the_samples_of_all_tasks():
             "the full cache scores 0 on the 20 sam",
         ),
         ({"paired": paired(-0.01, None, None, n=5)}, "fewer than 6 samples"),
-    ],
-)
-def test_what_cannot_be_compared_is_undecided_and_says_why(given, why):
-    verdict = make_verdict(results_of([given, *[WITHIN] * 5]), ARMS, 5)
-    assert verdict.arms[0].standing == "undecided"
-    assert verdict.arms[0].why.startswith(why)
-    assert verdict.choices[0].arm == "h2o@64", "which is the cheapest of the others"
-    measured = given.get("n") != 0
-    assert verdict.choices[0].undecided == (["streaming@64"] if measured else [])
+    ]:
+        verdict = make_verdict(results_of([given, *[WITHIN] * 5]), ARMS, 5)
+        assert verdict.arms[0].standing == "undecided"
+        assert verdict.arms[0].why.startswith(why)
+        assert verdict.choices[0].arm == "h2o@64", "which is the cheapest of the others"
+        measured = given.get("n") != 0
+        assert verdict.choices[0].undecided == (["streaming@64"] if measured else [])
 
 
 def test_a_large_loss_of_few_samples_is_one_all_the_same():

@@ -24,24 +24,21 @@ def test_the_worked_entropy():
     assert column_entropy(WORKED).item() * math.log(4) == pytest.approx(1.033127, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [
+def test_a_sink_makes_the_variance_grow_with_the_length():
+    """Every row gives a share to the first token and the rest evenly to all that it sees."""
+    for share, expected in [
         (0.0, [0.987, 0.996, 0.999]),
         (0.1, [6.956, 22.573, 84.265]),
         (0.5, [130.905, 515.6, 2052.294]),
         (0.8, [328.941, 1312.424, 5245.028]),
-    ],
-)
-def test_a_sink_makes_the_variance_grow_with_the_length(share, expected):
-    """Every row gives a share to the first token and the rest evenly to all that it sees."""
-    found = []
-    for n in (512, 2048, 8192):
-        evenly = 1 / torch.arange(1, n + 1, dtype=torch.float64)
-        sums = (1 - share) * evenly.flip(0).cumsum(0).flip(0)
-        sums[0] += share * n
-        found.append(f_variance(sums.float()).item())
-    assert found == pytest.approx(expected, rel=1e-3)
+    ]:
+        found = []
+        for n in (512, 2048, 8192):
+            evenly = 1 / torch.arange(1, n + 1, dtype=torch.float64)
+            sums = (1 - share) * evenly.flip(0).cumsum(0).flip(0)
+            sums[0] += share * n
+            found.append(f_variance(sums.float()).item())
+        assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_extremes():
@@ -51,15 +48,20 @@ def test_the_extremes():
     assert f_variance(torch.ones(9)).item() == 0.0
 
 
-@pytest.mark.parametrize("window", [None, 1, 4, 9, 30])
-@pytest.mark.parametrize(("rows", "keys"), [(5, 5), (5, 17), (1, 13), (17, 17)])
 @pytest.mark.parametrize("special", ["plain", "softcap", "sinks"])
-def test_rows_are_those_of_masked_attention(window, rows, keys, special):
+@pytest.mark.parametrize(("rows", "keys"), [(5, 17), (1, 13), (17, 17)])
+def test_rows_are_those_of_masked_attention(rows, keys, special):
     torch.manual_seed(rows * keys)
     query, key = torch.randn(2, 3, rows, 7), torch.randn(2, keys, 7)
     extra = {"softcap": 2.0} if special == "softcap" else {}
     if special == "sinks":
         extra["sinks"] = torch.randn(2, 3)
+    for window in (None, 1, 4, 9, 30):
+        check_rows(query, key, window, extra)
+
+
+def check_rows(query, key, window, extra):
+    rows, keys = query.shape[2], key.shape[1]
     positions = torch.arange(keys)[None]
     visible = visible_keys(positions[:, keys - rows :], positions[:, None], window)
     expected = attention_weights(query[None], key[None], scale=0.5, visible=visible, **extra)[0]
@@ -92,7 +94,7 @@ def test_every_head_of_a_model_equals_plain_loops():
             assert found["entropy"][layer][head].item() == pytest.approx(entropy, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_other_families_are_seen(name):
     model, study = kvtool.attach(family_model(name)), Density()
     watch(model, random_ids(60), 0, study)

@@ -5,7 +5,7 @@ import kvtool
 from kvtool.documents.memory import ModelShape
 from kvtool.generation import prefill
 from kvtool.profiling.memory import memory_table
-from tests.models_for_tests import FAMILIES, family_model
+from tests.models_for_tests import family_model
 
 GIB = 2**30
 
@@ -18,7 +18,9 @@ def held(table, tokens):
     return used
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_neox"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "falcon", "deepseek_v3", "falcon_h1", "gemma3n", "gemma4", "llama4"]
+)
 def test_bytes_are_those_of_the_tensors_of_a_full_cache(name):
     model = kvtool.attach(family_model(name))
     cache = kvtool.build_cache(model, "full")

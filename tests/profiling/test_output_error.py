@@ -30,16 +30,12 @@ def measure(model, policy, budget, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("policy", ["h2o+caote", "streaming", "tova", "roco", "snapkv(window=4)"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)"])
 def test_a_budget_that_fits_moves_nothing(model, policy, mode):
     assert max(measure(model, policy, 200, mode)) < 1e-10
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "policy",
-    ["h2o", "streaming", "snapkv(window=4)", "full+fp8", "h2o+int8", "snapkv(window=4)+fp8"],
-)
+@pytest.mark.parametrize("policy", ["h2o", "full+fp8", "snapkv(window=4)+fp8"])
 def test_the_first_layer_errs_alike_in_both_modes(model, policy):
     isolated = measure(model, policy, 20, "isolated")
     through = measure(model, policy, 20, "end_to_end")
@@ -67,15 +63,13 @@ def rounded(vectors, layer, codec):
     return torch.stack(back) if turn is None else torch.stack(back) @ turn.T
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("base", "codec"),
     [
         ("streaming", None),
-        ("streaming", "int8"),
         ("streaming", "int4(rotate=false)"),
-        ("full", "int8"),
-        ("full", "int4"),
+        pytest.param("full", "int8", marks=pytest.mark.exhaustive),
+        pytest.param("full", "int4", marks=pytest.mark.exhaustive),
     ],
 )
 def test_isolated_errors_equal_a_plain_loop(base, codec):
@@ -125,7 +119,7 @@ def test_fewer_bits_move_the_output_further(mode):
     assert measure(model, "h2o+int8", 20, mode) == pytest.approx(evicted, rel=0.2)
 
 
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss", "qwen3_next"])
 def test_other_families_agree_where_everything_fits(name):
     model = kvtool.attach(family_model(name))
     for mode in MODES:

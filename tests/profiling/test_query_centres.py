@@ -37,7 +37,7 @@ def written(model, path, samples=2, tokens=60):
     return found
 
 
-@pytest.mark.parametrize("family", ["llama", "yarn", "glm4", "gemma3", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "yarn", "glm4", "gpt2"])
 def test_they_are_the_moments_of_the_texts(family, monkeypatch):
     """Which a cache of all queries has, whatever the family's rotation."""
     monkeypatch.setattr("tests.models_for_tests.FAMILIES", FAMILIES | OWN)
@@ -175,26 +175,20 @@ def test_a_process_takes_the_centres_of_its_own_heads():
     assert torch.equal(part.state["lengths"], centres.lengths[4:].expand(3, -1, -1))
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
+def test_a_file_of_another_model_is_refused(tmp_path):
+    path, turned = tmp_path / "a.safetensors", {"rope_type": "default", "rope_theta": 500.0}
+    written(kvtool.attach(peaky_model("llama")), path, samples=1, tokens=20)
+    for change, told in [
         ({"num_hidden_layers": 3}, "2 layers, not 3"),
         ({"num_attention_heads": 4}, "layer 0 has 8 query heads of 16 numbers, not 4 of 16"),
         ({"head_dim": 32}, "layer 0 has 8 query heads of 16 numbers, not 8 of 32"),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
-            "layer 0 rotates in another way",
-        ),
-    ],
-)
-def test_a_file_of_another_model_is_refused(tmp_path, change, told):
-    path = tmp_path / "a.safetensors"
-    written(kvtool.attach(peaky_model("llama")), path, samples=1, tokens=20)
-    model = peaky_model("llama", **change)
-    with pytest.raises(UsageError, match="holds query centres of another model: ") as caught:
-        kvtool.build_cache(model, f"triattention(stats={path})", 40)
-    assert told in str(caught.value)
-    assert "--metrics query_centres" in caught.value.hint
+        ({"rope_parameters": turned}, "layer 0 rotates in another way"),
+    ]:
+        model = peaky_model("llama", **change)
+        with pytest.raises(UsageError, match="holds query centres of another model: ") as caught:
+            kvtool.build_cache(model, f"triattention(stats={path})", 40)
+        assert told in str(caught.value)
+        assert "--metrics query_centres" in caught.value.hint
 
 
 def test_a_file_that_lacks_them_or_was_changed_is_refused(tmp_path):

@@ -9,15 +9,15 @@ from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import watch
 
 
-@pytest.mark.parametrize(("n", "lags"), [(1, 1), (2, 1), (7, 3), (12, 4), (13, 12), (64, 5)])
-def test_sums_by_lag_equal_plain_loops(n, lags):
-    torch.manual_seed(n)
-    vectors = torch.randn(3, n, 5, dtype=torch.float64)
-    found = lag_sums(vectors, lags)
-    for head in range(3):
-        for lag in range(1, lags + 1):
-            pairs = [vectors[head, t] @ vectors[head, t - lag] for t in range(lag, n)]
-            assert found[head, lag - 1].item() == pytest.approx(float(sum(pairs)), abs=1e-12)
+def test_sums_by_lag_equal_plain_loops():
+    for n, lags in [(1, 1), (2, 1), (7, 3), (12, 4), (13, 12), (64, 5)]:
+        torch.manual_seed(n)
+        vectors = torch.randn(3, n, 5, dtype=torch.float64)
+        found = lag_sums(vectors, lags)
+        for head in range(3):
+            for lag in range(1, lags + 1):
+                pairs = [vectors[head, t] @ vectors[head, t - lag] for t in range(lag, n)]
+                assert found[head, lag - 1].item() == pytest.approx(float(sum(pairs)), abs=1e-12)
 
 
 def test_vectors_that_turn_evenly_have_the_cosine_of_their_angle():
@@ -28,7 +28,7 @@ def test_vectors_that_turn_evenly_have_the_cosine_of_their_angle():
     assert means.tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("n", "steps"), [(100, 0), (100, 9), (100, 90), (30, 9)])
+@pytest.mark.parametrize(("n", "steps"), [(100, 0), (70, 40), (30, 9)])
 def test_prompt_and_decoded_queries_count_together(n, steps):
     model, study = kvtool.attach(peaky_model("llama")), QueryCosine(n + steps)
     seen = watch(model, random_ids(n), steps, study)

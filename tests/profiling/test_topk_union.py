@@ -20,7 +20,7 @@ def test_the_worked_example_grows_to_four_tokens():
     assert growth(first, 3)[0, 0].tolist() == [3, 4, 4]
 
 
-@pytest.mark.parametrize("k", [1, 5, 12, 100])
+@pytest.mark.parametrize("k", [5, 100])
 def test_a_model_equals_sets_in_plain_loops(k, monkeypatch):
     monkeypatch.setattr(topk_union, "TOP_K", k)
     n, steps = 40, 7

@@ -24,7 +24,7 @@ CHAT = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant] {% endif %}"
 )
-TEXT = " The old lamp was near the school." * 20
+TEXT = " The old lamp was near the school." * 12
 CODES = " The secret code for falcon: 7429103. The secret code for tiger: 55812."
 
 

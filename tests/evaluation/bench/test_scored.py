@@ -9,27 +9,36 @@ from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.models.load import load
 from tests.evaluation.tasks.drawing import make
 from tests.evaluation.variants import make_variants
-from tests.tiers import first
 
+# what a policy does with an answer that is read at once, and whether it knows the question
 BLOCKS = [
-    *("h2o", "snapkv", "d2o", "roco", "tova", "keydiff", "streaming", "random", "expected"),
-    *(
-        "h2o+caote",
-        "pyramidkv",
-        "adakv",
-        "kvzip",
-        "rkv",
-        "h2o+cam",
-        "h2o+every(steps=16)",
-        "snapkv+every(steps=16)",
-    ),
+    ("h2o", True),
+    ("d2o", False),
+    ("snapkv", True),
+    ("kvzip", False),
+    ("rkv", True),
+    ("h2o+cam", False),
+    ("snapkv+every(steps=16)", True),
+    ("pyramidkv", False),
 ]
-STEPS = ["quest", "rocketkv", "h2o+calidrop", "full+int8", "sirllm", "streaming(positions=cache)"]
+STEPS = [  # those that read it token by token
+    ("quest", False),
+    ("rocketkv", True),
+    ("h2o+calidrop", False),
+    ("full+int8", True),
+    ("streaming(positions=cache)", False),
+]
+
+
+def marked(count, cases):
+    """All but a number of first cases are for the exhaustive tier."""
+    rest = (pytest.param(*case, marks=pytest.mark.exhaustive) for case in cases[count:])
+    return [*cases[:count], *rest]
 
 
 @pytest.fixture(scope="module")
 def samples(counter):
-    task = make("niah", lengths=[256], depths=[30, 70], samples=2)
+    task = make("niah", lengths=[256], depths=[30, 70], samples=1)
     return task, list(task.draw(counter))
 
 
@@ -52,8 +61,7 @@ def measure(loaded, samples, policy, budget=128, **protocol):
     return records, len(runs) / len(drawn)
 
 
-@pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("policy", [*first(3, BLOCKS), *first(1, STEPS)])
+@pytest.mark.parametrize(("policy", "known"), marked(2, BLOCKS) + marked(1, STEPS))
 def test_the_right_answer_is_the_one_that_decoding_begins_with(loaded, samples, policy, known):
     decoded, _ = measure(loaded, samples, policy, query_aware=known)
     scored, _ = measure(loaded, samples, policy, query_aware=known, answers="scored")
@@ -84,7 +92,7 @@ def test_an_answer_takes_one_run_where_steps_only_append_and_evict(loaded, sampl
     assert measure(loaded, samples, policy, answers="scored")[1] == 2  # the prompt's, and one
 
 
-@pytest.mark.parametrize("policy", first(1, STEPS[:4]))  # the others run the model for more
+@pytest.mark.parametrize("policy", ["quest", "full+int8"])
 def test_an_answer_takes_a_run_for_each_token_where_steps_differ(loaded, samples, policy):
     runs = measure(loaded, samples, policy, answers="scored")[1]
     assert runs == 1 + 6  # the first of 7 tokens comes from the prompt's own

@@ -1,13 +1,10 @@
 """Answers that name one of four options."""
 
-import pytest
-
 from kvtool.evaluation.metrics.code import names_function, names_option
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
+def test_options_of_a_book():
+    for answer, right in [
         ("B", True),
         (" B. the garden", True),
         ("A", False),
@@ -26,15 +23,12 @@ from kvtool.evaluation.metrics.code import names_function, names_option
         ("maybe C or B", False),
         ("no idea", False),
         ("he: AB or B", False),  # AB is in ABCD, and is not B: as in the benchmark
-    ],
-)
-def test_options_of_a_book(answer, right):
-    assert names_option(answer, "B", "the garden") is right
+    ]:
+        assert names_option(answer, "B", "the garden") is right
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
+def test_options_of_code():
+    for answer, right in [
         ("B", True),
         ("B.", True),
         ("B: parse_row", True),
@@ -51,7 +45,5 @@ def test_options_of_a_book(answer, right):
         ("answer: read_row", False),
         ("the error is in B", False),
         ("", False),
-    ],
-)
-def test_options_of_code(answer, right):
-    assert names_function(answer, "B", "parse_row") is right
+    ]:
+        assert names_function(answer, "B", "parse_row") is right

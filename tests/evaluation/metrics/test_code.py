@@ -3,14 +3,11 @@
 import random
 from difflib import SequenceMatcher
 
-import pytest
-
 from kvtool.evaluation.metrics.code import code_line, code_sim
 
 
-@pytest.mark.parametrize(
-    ("answer", "line"),
-    [
+def test_the_first_line_without_comment_is_taken():
+    for answer, line in [
         ("    x = 1\ny = 2", "    x = 1"),
         ("\n\nx = 1", "x = 1"),
         ("```python\nx = 1\n```", "x = 1"),
@@ -19,15 +16,12 @@ from kvtool.evaluation.metrics.code import code_line, code_sim
         ("# why\n\nx = 1", ""),  # an empty line is a line
         ("# only\n`this`", ""),
         ("", ""),
-    ],
-)
-def test_the_first_line_without_comment_is_taken(answer, line):
-    assert code_line(answer) == line
+    ]:
+        assert code_line(answer) == line
 
 
-@pytest.mark.parametrize(
-    ("prediction", "reference", "expected"),
-    [
+def test_worked_lines():
+    for prediction, reference, expected in [
         ("abcd", "abcd", 1.0),
         ("abcd", "wxyz", 0.0),
         ("abcd\nmore", "abcd", 1.0),
@@ -37,10 +31,8 @@ def test_the_first_line_without_comment_is_taken(answer, line):
         ("", "abc", 0.0),
         ("abc", "", 0.0),
         ("# no", "", 1.0),
-    ],
-)
-def test_worked_lines(prediction, reference, expected):
-    assert code_sim(prediction, reference) == expected
+    ]:
+        assert code_sim(prediction, reference) == expected
 
 
 def test_random_lines_equal_matching_blocks_summed():

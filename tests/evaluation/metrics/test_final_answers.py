@@ -2,15 +2,12 @@ r"""Final answers at the end of chains of thought."""
 
 from fractions import Fraction
 
-import pytest
-
 from kvtool.evaluation.metrics.maths import boxed_answer, last_boxed, number_answer
 from kvtool.evaluation.metrics.text import said, split_thought
 
 
-@pytest.mark.parametrize(
-    ("text", "held"),
-    [
+def test_the_last_box_that_is_whole_and_filled():
+    for text, held in [
         (r"It is \boxed{5}.", "5"),
         (r"\boxed{1} no \boxed{2}", "2"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
@@ -23,19 +20,16 @@ from kvtool.evaluation.metrics.text import said, split_thought
         (r"\boxed{", None),
         ("the answer is 5", None),
         ("", None),
-    ],
-)
-def test_the_last_box_that_is_whole_and_filled(text, held):
-    assert last_boxed(text) == held
+    ]:
+        assert last_boxed(text) == held
 
 
 def test_an_answer_that_goes_round_in_circles_is_read_at_once():
     assert last_boxed("\\boxed{3}" + "\\boxed{" * 50_000) == "3"
 
 
-@pytest.mark.parametrize(
-    ("prediction", "answer"),
-    [
+def test_boxed_answers():
+    for prediction, answer in [
         (r"\boxed{5}", "5"),
         (r"<think>\boxed{4}</think> \boxed{5}", "5"),
         (r"\boxed{4}</think> \boxed{5}", "5"),  # the tag was opened by the template
@@ -44,15 +38,12 @@ def test_an_answer_that_goes_round_in_circles_is_read_at_once():
         ("<think>so it is 4. Wait", None),
         ("It is 4.", None),
         ("", None),
-    ],
-)
-def test_boxed_answers(prediction, answer):
-    assert boxed_answer(prediction) == answer
+    ]:
+        assert boxed_answer(prediction) == answer
 
 
-@pytest.mark.parametrize(
-    ("prediction", "number"),
-    [
+def test_numbers_that_answer():
+    for prediction, number in [
         ("6 * 3 = 18\n#### 18", 18),
         ("#### 18\nQuestion: another\n#### 20", 18),  # the first, as the harnesses take it
         ("#### $1,018.50", Fraction(2037, 2)),
@@ -73,10 +64,8 @@ def test_boxed_answers(prediction, answer):
         ("<think>so far 7 and 8", None),
         ("<think>I will write #### 8 and", 8),
         ("7 and 8</think>9", 9),
-    ],
-)
-def test_numbers_that_answer(prediction, number):
-    assert number_answer(prediction) == number
+    ]:
+        assert number_answer(prediction) == number
 
 
 def test_thoughts_are_split_off():

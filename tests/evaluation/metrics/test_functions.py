@@ -27,9 +27,8 @@ def test_a_worked_similarity():
     assert similarity("", "a b c d e") == 0
 
 
-@pytest.mark.parametrize(
-    ("answer", "right"),
-    [
+def test_the_right_function_must_be_nearest_and_near():
+    for answer, right in [
         (ADD, True),
         (f"Here it is:\n```python\n{ADD}```\nIt adds.", True),
         (f"```\n{OTHER}```\n```\n{ADD}```", False),  # the first block counts
@@ -37,10 +36,8 @@ def test_a_worked_similarity():
         (MULTIPLY, False),  # near, but nearer to the other one
         ("def add(numbers, start): pass", False),  # nearest to it, but too far
         ("", False),
-    ],
-)
-def test_the_right_function_must_be_nearest_and_near(answer, right):
-    assert repeats_function(answer, ADD, [ADD, MULTIPLY, OTHER]) is right
+    ]:
+        assert repeats_function(answer, ADD, [ADD, MULTIPLY, OTHER]) is right
 
 
 def test_a_near_function_counts_where_nothing_is_nearer():

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,9 +32,8 @@ def test_the_first_number_is_read_up_to_its_point(text):
     assert first_number(text) == str(int(digits))
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+def test_first_number():
+    for text, number in [
         (" 12", "12"),
         ("12.9 or 13", "12"),
         ("it is 007", "7"),
@@ -44,15 +42,12 @@ def test_the_first_number_is_read_up_to_its_point(text):
         ("0", "0"),
         ("", None),
         ("none", None),
-    ],
-)
-def test_first_number(text, number):
-    assert first_number(text) == number
+    ]:
+        assert first_number(text) == number
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
+def test_last_integer():
+    for text, number in [
         (" -7\n", "-7"),
         ("f(3) is `12`.", "12"),
         ("+4", "4"),
@@ -62,25 +57,20 @@ def test_first_number(text, number):
         ("", None),
         (" .", None),
         ("3-4", None),
-    ],
-)
-def test_last_integer(text, number):
-    assert last_integer(text) == number
+    ]:
+        assert last_integer(text) == number
 
 
-@pytest.mark.parametrize(
-    ("text", "share"),
-    [
+def test_leading_share():
+    for text, share in [
         ("[1, 4, 8, 7]", 1.0),
         ("1 4 8", 0.75),
         ("1, 4, 9, 7", 0.5),  # 7 is right again, but after a wrong one
         ("4, 8, 7", 0.0),
         ("", 0.0),
         ("1 4 8 7 100 200", 1.0),
-    ],
-)
-def test_leading_share(text, share):
-    assert leading_share(text, ["1", "4", "8", "7"]) == share
+    ]:
+        assert leading_share(text, ["1", "4", "8", "7"]) == share
 
 
 def test_an_endless_number_is_wrong_but_no_failure():

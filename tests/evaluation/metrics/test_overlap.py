@@ -12,17 +12,6 @@ from kvtool.evaluation.metrics import text
 SAME = "the quick brown fox jumps"
 
 
-@pytest.mark.exhaustive
-def test_the_same_text_scores_100_and_another_0():
-    assert text.corpus_bleu([SAME], [SAME]) == pytest.approx(100)
-    assert text.sentence_bleu(SAME, SAME) == pytest.approx(100)
-    assert text.rouge(SAME, SAME) == pytest.approx(
-        dict.fromkeys(("rouge1", "rouge2", "rougeL", "rougeLsum"), 100)
-    )
-    assert set(text.rouge(SAME, "nothing alike").values()) == {0}
-    assert text.rouge("", SAME)["rouge1"] == text.sentence_bleu("", SAME) == 0
-
-
 def test_worked_bleu():
     # 4 of 5 words, 3 of 4 pairs, 2 of 3 triples, 1 of 2 quadruples; equal lengths
     expected = 100 * math.prod([4 / 5, 3 / 4, 2 / 3, 1 / 2]) ** 0.25
@@ -53,6 +42,8 @@ def test_the_signature_says_how_bleu_was_computed():
 
 
 def test_worked_rouge():
+    assert set(text.rouge(SAME, SAME)) == {"rouge1", "rouge2", "rougeL", "rougeLsum"}
+    assert text.rouge("", SAME)["rouge1"] == text.sentence_bleu("", SAME) == 0
     # against "the cats sat down": 3 of 4 words by stems, 2 of 3 pairs, 3 in order
     scores = text.rouge("the cat sat up", "the cats sat down")
     assert scores["rouge1"] == scores["rougeL"] == pytest.approx(75)
@@ -77,17 +68,16 @@ def test_rouge_1_equals_counted_words():
         assert text.rouge(" ".join(said), " ".join(wanted))["rouge1"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("package", "ask", "what"),
-    [
+def test_a_missing_package_is_named(monkeypatch):
+    for package, ask, what in [
         ("sacrebleu", lambda: text.sentence_bleu("a", "a"), "BLEU needs sacrebleu"),
         ("rouge_score", lambda: text.rouge("a", "a"), "ROUGE needs rouge-score"),
-    ],
-)
-def test_a_missing_package_is_named(package, ask, what, monkeypatch):
-    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == package else object())
-    text._bleu.cache_clear()
-    text._rouge.cache_clear()
-    with pytest.raises(UsageError, match=what) as caught:
-        ask()
-    assert caught.value.hint == "pip install 'kvtool[eval]'"
+    ]:
+        monkeypatch.setattr(
+            extras, "find_spec", lambda name, gone=package: None if name == gone else object()
+        )
+        text._bleu.cache_clear()
+        text._rouge.cache_clear()
+        with pytest.raises(UsageError, match=what) as caught:
+            ask()
+        assert caught.value.hint == "pip install 'kvtool[eval]'"

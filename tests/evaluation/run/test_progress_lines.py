@@ -1,7 +1,5 @@
 """Lines that say how far a run is, and how much work it is."""
 
-import pytest
-
 from kvtool.evaluation.run.progress_lines import ProgressLines, work_in_words
 from kvtool.evaluation.run.runner import Job, Measurement
 from kvtool.evaluation.samples.sample import Sample
@@ -54,17 +52,14 @@ def test_a_slow_run_says_something_every_minute():
     assert lines[-1] == "measured 20/20: echo depth=0"
 
 
-@pytest.mark.parametrize(
-    ("jobs", "words"),
-    [
+def test_the_work_is_counted():
+    for jobs, words in [
         ([job(11, 20)], "11 cells x 20 samples x 3 variants = 660 measurements"),
         ([job(33, 20)], "33 cells x 20 samples x 3 variants = 1,980 measurements"),
         ([job(1, 20)], "20 samples x 3 variants = 60 measurements"),
         ([job(2, 5), job(1, 2)], "12 samples x 3 variants = 36 measurements"),
-    ],
-)
-def test_the_work_is_counted(jobs, words):
-    assert work_in_words(jobs, 3) == words
+    ]:
+        assert work_in_words(jobs, 3) == words
 
 
 def test_a_number_of_depths_and_a_place_are_told_apart():

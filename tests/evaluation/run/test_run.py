@@ -71,26 +71,19 @@ def test_the_same_model_loaded_anew_finds_everything_done(loaded, jobs, store):
     assert left(store, load(), jobs) == 0
 
 
-def test_another_chat_template_is_another_measurement(loaded, jobs, store):
-    tokenizer = copy.deepcopy(loaded.tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    other = dataclasses.replace(loaded, tokenizer=tokenizer)
-    assert left(store, other, jobs) == 4
-
-
-def test_another_tokenizer_is_another_measurement(loaded, jobs, store):
-    tokenizer = copy.deepcopy(loaded.tokenizer)
-    tokenizer.add_tokens(["falcon"])
-    other = dataclasses.replace(loaded, tokenizer=tokenizer)
-    assert left(store, other, jobs) == 4
-
-
-@pytest.mark.parametrize(("name", "value"), [("eos_token_id", 7), ("repetition_penalty", 1.3)])
-def test_other_defaults_of_generation_are_another_measurement(
-    loaded, jobs, store, monkeypatch, name, value
-):
-    monkeypatch.setattr(loaded.model.generation_config, name, value)
-    assert left(store, loaded, jobs) == 4
+def test_other_tokens_templates_versions_and_defaults_are_another_measurement(loaded, jobs, store):
+    chat, more = copy.deepcopy(loaded.tokenizer), copy.deepcopy(loaded.tokenizer)
+    chat.chat_template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    more.add_tokens(["falcon"])
+    for tokenizer in (chat, more):
+        assert left(store, dataclasses.replace(loaded, tokenizer=tokenizer), jobs) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvtool.evaluation.tasks.niah.samples_version", lambda source: 7)
+        assert left(store, loaded, jobs) == 4
+    for name, value in [("eos_token_id", 7), ("repetition_penalty", 1.3)]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loaded.model.generation_config, name, value)
+            assert left(store, loaded, jobs) == 4
 
 
 def test_scoring_anew_needs_the_packages_that_scoring_needs(loaded, tmp_path, monkeypatch):

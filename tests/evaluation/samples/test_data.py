@@ -29,14 +29,13 @@ def folder(tmp_path):
 # ---- names
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_a_dataset_on_the_hub(name):
-    assert data(name) == Data(**PRESETS[name])
+def test_a_preset_is_a_dataset_on_the_hub():
+    for name in PRESETS:
+        assert data(name) == Data(**PRESETS[name])
 
 
-@pytest.mark.parametrize(
-    ("text", "place"),
-    [
+def test_a_string_is_a_path_or_a_name_on_the_hub():
+    for text, place in [
         ("./qasper", "path"),
         ("/data/qasper", "path"),
         ("~/longbench", "path"),
@@ -46,10 +45,8 @@ def test_a_preset_is_a_dataset_on_the_hub(name):
         ("org/name", "hub"),
         ("org/openwebtext-1.0", "hub"),
         ("squad", "hub"),
-    ],
-)
-def test_a_string_is_a_path_or_a_name_on_the_hub(text, place):
-    assert data(text) == Data(**{place: text})
+    ]:
+        assert data(text) == Data(**{place: text})
 
 
 def test_what_exists_is_a_path(folder, monkeypatch):
@@ -59,18 +56,15 @@ def test_what_exists_is_a_path(folder, monkeypatch):
     assert data(folder) == Data(path=str(folder))
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
+def test_refuses_no_place_and_two():
+    for value, message in [
         ({"path": "a", "hub": "b"}, "one of path and hub, got both"),
         ({"split": "test"}, "one of path and hub, got neither"),
         ("", "one of path and hub, got neither"),
         ({"path": "a", "colour": "red"}, "colour"),
-    ],
-)
-def test_refuses_no_place_and_two(value, message):
-    with pytest.raises(ValidationError, match=message):
-        data(value)
+    ]:
+        with pytest.raises(ValidationError, match=message):
+            data(value)
 
 
 def test_data_as_json_are_read_back():
@@ -94,28 +88,28 @@ def test_json_lines_are_read_as_they_are(folder):
     assert read.fingerprint == expected
 
 
-@pytest.mark.parametrize("layout", ["list", "lines"])
-def test_a_json_file_is_a_list_or_lines(layout, tmp_path):
-    lines = "\n".join(map(json.dumps, ROWS))
-    text = json.dumps(ROWS, indent=1) if layout == "list" else lines
-    (tmp_path / "a.json").write_text(text)
-    assert read_rows(data(tmp_path / "a.json"), task="t").rows == ROWS
+def test_a_json_file_is_a_list_or_lines(tmp_path):
+    for layout in ["list", "lines"]:
+        lines = "\n".join(map(json.dumps, ROWS))
+        text = json.dumps(ROWS, indent=1) if layout == "list" else lines
+        (tmp_path / "a.json").write_text(text)
+        assert read_rows(data(tmp_path / "a.json"), task="t").rows == ROWS
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_columns_are_read_as_rows(suffix, tmp_path):
-    import pyarrow
-    import pyarrow.parquet
+def test_columns_are_read_as_rows(tmp_path):
+    for suffix in ["parquet", "arrow"]:
+        import pyarrow
+        import pyarrow.parquet
 
-    rows = [{"text": "a", "answers": ["x", "y"]}, {"text": "b", "answers": []}]
-    table = pyarrow.Table.from_pylist(rows)
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        pyarrow.parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_stream(path, table.schema) as writer:
-            writer.write(table)
-    assert read_rows(data(path), task="t").rows == rows
+        rows = [{"text": "a", "answers": ["x", "y"]}, {"text": "b", "answers": []}]
+        table = pyarrow.Table.from_pylist(rows)
+        path = tmp_path / f"a.{suffix}"
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(table, path)
+        else:
+            with pyarrow.ipc.new_stream(path, table.schema) as writer:
+                writer.write(table)
+        assert read_rows(data(path), task="t").rows == rows
 
 
 def test_csv_keeps_texts_as_they_are(tmp_path):
@@ -139,9 +133,8 @@ def test_one_json_value_is_read_whole(tmp_path):
     assert fingerprint == hashlib.sha256((tmp_path / "dev.json").read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
+def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path):
+    for name, content, message in [
         ("a.jsonl", b'{"a": 1}\n{"a": \n', "`.*a.jsonl` line 2 is not JSON: Expecting value"),
         ("a.jsonl", b'{"a": 1}\n\n[1]\n', "line 3 is no JSON object"),
         ("a.jsonl", b'{"a": 1}\n"\xff"\n', "line 2 is not UTF-8: byte 0xff"),
@@ -156,13 +149,11 @@ def test_one_json_value_is_read_whole(tmp_path):
         ("a.jsonl", b"\n", "t: `a.jsonl` is empty"),
         ("a.txt", b" \n", "t: `a.txt` is empty"),
         ("a.tsv", b"a\tb", r"ends in no known format"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_told_in_one_line(name, content, message, tmp_path):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(KvtoolError, match=message) as caught:
-        read_rows(data(tmp_path / name), task="t")
-    assert "\n" not in str(caught.value)
+    ]:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(KvtoolError, match=message) as caught:
+            read_rows(data(tmp_path / name), task="t")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_suggests_its_neighbour(folder):
@@ -197,13 +188,13 @@ def test_a_row_that_lacks_a_column_is_named(tmp_path):
 # ---- documents
 
 
-@pytest.mark.parametrize("column", ["text", "article", "document", "content", "chapter"])
-def test_the_only_text_column_is_taken(column, tmp_path):
-    rows = [{column: "one", "summary": "1"}, {column: " \n"}, {column: None}, {column: "two"}]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    texts, fingerprint = documents(data(tmp_path / "a.jsonl"), task="ppl")
-    assert texts == [("0", "one"), ("3", "two")]
-    assert fingerprint == hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
+def test_the_only_text_column_is_taken(tmp_path):
+    for column in ["text", "article", "document", "content", "chapter"]:
+        rows = [{column: "one", "summary": "1"}, {column: " \n"}, {column: None}, {column: "two"}]
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        texts, fingerprint = documents(data(tmp_path / "a.jsonl"), task="ppl")
+        assert texts == [("0", "one"), ("3", "two")]
+        assert fingerprint == hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
 
 
 def test_a_named_column_goes_before_any_other(tmp_path):
@@ -228,18 +219,15 @@ def test_a_text_file_is_one_document_and_a_folder_many(tmp_path):
     assert documents(data(tmp_path), task="ppl")[1] != before
 
 
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
+def test_texts_that_are_none_are_refused(tmp_path):
+    for rows, message in [
         ([{"title": "x"}], "the text column of `a.jsonl` is not known"),
         ([{"text": ["x"]}], "column `text` of `a.jsonl` holds list, no text"),
         ([{"text": ""}, {"text": None}], "column `text` of `a.jsonl` has no text in any row"),
-    ],
-)
-def test_texts_that_are_none_are_refused(rows, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    with pytest.raises(KvtoolError, match=message):
-        documents(data(tmp_path / "a.jsonl"), task="ppl")
+    ]:
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        with pytest.raises(KvtoolError, match=message):
+            documents(data(tmp_path / "a.jsonl"), task="ppl")
 
 
 def test_a_folder_without_texts_is_refused(tmp_path):

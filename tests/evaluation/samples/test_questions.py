@@ -17,21 +17,28 @@ from tests.evaluation.tokenizers import WORDS
 OPTIONS = ["red", "blue. Dark", "green", "white"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "texts"),
-    [("red", ("red",)), (7, ("7",)), (["red", 7], ("red", "7")), (("a",), ("a",))],
-)
-def test_answers_become_texts(answer, texts):
-    assert texts_of(answer) == texts
+def test_answers_become_texts():
+    for answer, texts in [
+        ("red", ("red",)),
+        (7, ("7",)),
+        (["red", 7], ("red", "7")),
+        (("a",), ("a",)),
+    ]:
+        assert texts_of(answer) == texts
 
 
-@pytest.mark.parametrize(
-    "answer", ["blue. Dark", ["blue. Dark"], ["blue. Dark", "B"], "B", ["B"], ["dark blue", "B"]]
-)
-def test_the_right_option_is_found_by_text_or_letter(answer):
-    reference = option_answer(answer, OPTIONS, "row 1")
-    assert reference == "B. blue. Dark"
-    assert split_option(reference) == ("B", "blue. Dark")
+def test_the_right_option_is_found_by_text_or_letter():
+    for answer in [
+        "blue. Dark",
+        ["blue. Dark"],
+        ["blue. Dark", "B"],
+        "B",
+        ["B"],
+        ["dark blue", "B"],
+    ]:
+        reference = option_answer(answer, OPTIONS, "row 1")
+        assert reference == "B. blue. Dark"
+        assert split_option(reference) == ("B", "blue. Dark")
 
 
 def test_a_text_goes_before_a_letter():
@@ -45,20 +52,19 @@ def test_options_without_the_answer_are_refused():
         option_answer("red", OPTIONS[:2], "row 3")
 
 
-@pytest.mark.parametrize("row", [{"a": 1}, {"a": 1, "b": None}, {"a": 1, "b": []}])
-def test_what_is_lacking_is_named(row):
-    with pytest.raises(KvtoolError, match="row 2 lacks `b`"):
-        require(row, ["a", "b"], "row 2")
-    require({"a": 0, "b": ""}, ["a", "b"], "row 2")
+def test_what_is_lacking_is_named():
+    for row in [{"a": 1}, {"a": 1, "b": None}, {"a": 1, "b": []}]:
+        with pytest.raises(KvtoolError, match="row 2 lacks `b`"):
+            require(row, ["a", "b"], "row 2")
+        require({"a": 0, "b": ""}, ["a", "b"], "row 2")
 
 
 def asking(*answers):
     return Sample("a", "", (Turn(" Where?", answers, 8, " It is"),))
 
 
-@pytest.mark.parametrize(
-    ("samples", "share"),
-    [
+def test_answers_of_one_token_are_counted():
+    for samples, share in [
         ([asking("here")], 1.0),
         ([asking("here", "there")], 1.0),
         ([asking("here", "over there")], 0.0),
@@ -66,10 +72,8 @@ def asking(*answers):
         ([asking("x" * 41)], 0.0),  # not counted: as long as no token is
         ([asking()], 0.0),
         ([], 0.0),
-    ],
-)
-def test_answers_of_one_token_are_counted(samples, share):
-    assert one_token_share(samples, WORDS) == share
+    ]:
+        assert one_token_share(samples, WORDS) == share
 
 
 def test_it_is_said_where_most_answers_are_one_token():

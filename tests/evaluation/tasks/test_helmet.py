@@ -5,10 +5,11 @@ import re
 
 import pytest
 
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.tasks.helmet import FORMS, Helmet
 from kvtool.evaluation.tasks.table import TASKS, expand
 from tests.evaluation.tasks.counters import WORDS
+from tests.evaluation.tasks.drawing import score
 
 PAIRS = {
     "context": '{"a-1": "x-9", "b-2": "Y-8"}',
@@ -49,8 +50,7 @@ def prompt(sample):
 
 
 def scored(task, sample, answer):
-    turns = [{"prediction": answer, "references": list(sample.turns[0].references)}]
-    return task.score({"turns": turns, "facts": sample.facts})["string_match_all"]
+    return score(task, sample, answer)["string_match_all"]
 
 
 def test_the_table_has_the_tasks():
@@ -83,23 +83,19 @@ def test_pairs_are_asked_for_after_two_examples(tmp_path):
     assert prompt(sample).count("Key: ") == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "cue"),
-    [
+def test_needles_are_asked_for_in_the_words_of_the_data(tmp_path):
+    for name, cue in [
         ("ruler_niah_mk_2", "\nThe special magic number for lamp in the text is"),
         ("ruler_niah_mk_3", "\nThe special magic uuid for a-1 in the text is"),
         ("ruler_niah_mv", "\nThe special magic numbers for lamp in the text are"),
-    ],
-)
-def test_needles_are_asked_for_in_the_words_of_the_data(name, cue, tmp_path):
-    (sample,) = make(tmp_path, name, ROWS[name]).draw(WORDS)
-    assert f"\n\n{NEEDLE['context']}\n\nWhat " in prompt(sample)
-    assert prompt(sample).endswith(cue)
+    ]:
+        (sample,) = make(tmp_path, name, ROWS[name]).draw(WORDS)
+        assert f"\n\n{NEEDLE['context']}\n\nWhat " in prompt(sample)
+        assert prompt(sample).endswith(cue)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
+def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
+    for name, changes, message in [
         ("json_kv", {"demos": PAIRS["demos"][:1]}, "row 1 lacks 2 pairs of key and value in"),
         ("json_kv", {"demos": ["ab", "cd"]}, "row 1 lacks 2 pairs of key and value in `demos`"),
         ("json_kv", {"answer": []}, "row 1 lacks `answer`"),
@@ -108,16 +104,7 @@ def test_needles_are_asked_for_in_the_words_of_the_data(name, cue, tmp_path):
         ("ruler_niah_mk_2", {"type_needle_v": "gone"}, "lacks column `type_needle_v`"),
         ("ruler_niah_mk_2", {"answer": "gone"}, "lacks column `answer` or `outputs`; it has:"),
         ("ruler_niah_mk_2", {"query": None}, "row 1 lacks `query`"),
-    ],
-)
-def test_rows_of_another_form_are_refused_in_a_line(name, changes, message, tmp_path):
-    row = {key: value for key, value in {**ROWS[name], **changes}.items() if value != "gone"}
-    with pytest.raises(KvtoolError, match=re.escape(message)):
-        list(make(tmp_path, name, row).draw(WORDS))
-
-
-def test_without_data_it_says_which_file_is_needed():
-    task = Helmet(name="helmet/json_kv")
-    with pytest.raises(UsageError, match=r"needs data: a file of HELMET, such as data/json_kv/"):
-        list(task.draw(WORDS))
-    assert Helmet(name="helmet/json_kv", data="some.jsonl").missing is None
+    ]:
+        row = {key: value for key, value in {**ROWS[name], **changes}.items() if value != "gone"}
+        with pytest.raises(KvtoolError, match=re.escape(message)):
+            list(make(tmp_path, name, row).draw(WORDS))

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.samples.data import Data
-from kvtool.evaluation.tasks.infinitebench_files import FORMS, BookFile, speaks
-from kvtool.evaluation.tasks.table import task_class
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.tasks.infinitebench_files import FORMS, speaks
+from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS
 
 OPTIONS = ["parse", "read", "write", "close"]
@@ -38,7 +37,7 @@ NEW_TOKENS = dict(zip(ROWS, (40, 40, 1200, 40, 40, 5), strict=True))
 
 
 def make(name, **settings):
-    return BookFile(name=f"infinitebench/{name}", **settings)
+    return drawing.make(f"infinitebench/{name}", **settings)
 
 
 def write(folder, name, *rows):
@@ -52,25 +51,13 @@ def row(name, **changes):
 
 
 def score(task, sample, answer):
-    turns = [{"prediction": answer, "references": list(sample.turns[0].references)}]
-    return task.score({"turns": turns, "facts": sample.facts})["score"]
+    return drawing.score(task, sample, answer)["score"]
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_right_answers_score_100_and_wrong_ones_0(name, tmp_path):
-    task = make(name, data=write(tmp_path, name, row(name)))
-    (sample,) = task.draw(WORDS)
-    assert score(task, sample, RIGHT[name]) == 100
-    assert score(task, sample, sample.turns[0].references[0]) == 100
-    assert score(task, sample, WRONG[name]) == 0
-    assert score(task, sample, "") == 0
-    if name in HALF:
-        answer, expected = HALF[name]
-        assert score(task, sample, answer) == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("name", ROWS)
-def test_a_prompt_is_context_then_question(name, tmp_path):
+def test_a_question_follows_the_context_and_right_answers_score_100_and_wrong_ones_0(
+    name, tmp_path
+):
     task = make(name, data=write(tmp_path, name, row(name)))
     (sample,) = task.draw(WORDS)
     (turn,) = sample.turns
@@ -80,11 +67,13 @@ def test_a_prompt_is_context_then_question(name, tmp_path):
     assert turn.max_new_tokens == NEW_TOKENS[name]
     if "options" in ROWS[name]:
         assert "\nA. parse\nB. read\nC. write\nD. close\n" in turn.question
-
-
-def test_the_table_has_the_tasks():
-    assert set(FORMS) == set(ROWS)
-    assert all(task_class(f"infinitebench/{name}") is BookFile for name in FORMS)
+    assert score(task, sample, RIGHT[name]) == 100
+    assert score(task, sample, sample.turns[0].references[0]) == 100
+    assert score(task, sample, WRONG[name]) == 0
+    assert score(task, sample, "") == 0
+    if name in HALF:
+        answer, expected = HALF[name]
+        assert score(task, sample, answer) == pytest.approx(expected)
 
 
 def test_a_summary_is_compared_word_by_word_not_by_stems(tmp_path):
@@ -120,20 +109,17 @@ def test_a_folder_holds_the_file_of_the_task(tmp_path):
     assert len(list(make("code_debug", data=str(tmp_path)).draw(WORDS))) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "column"),
-    [
+def test_a_column_that_is_lacking_is_named(tmp_path):
+    for name, column in [
         ("longbook_qa_eng", "context"),
         ("longbook_qa_eng", "input"),
         ("longbook_sum_eng", "answer"),
         ("code_debug", "options"),
-    ],
-)
-def test_a_column_that_is_lacking_is_named(name, column, tmp_path):
-    broken = {key: value for key, value in row(name).items() if key != column}
-    task = make(name, data=write(tmp_path, name, broken))
-    with pytest.raises(KvtoolError, match=f"lacks column `{column}`"):
-        list(task.draw(WORDS))
+    ]:
+        broken = {key: value for key, value in row(name).items() if key != column}
+        task = make(name, data=write(tmp_path, name, broken))
+        with pytest.raises(KvtoolError, match=f"lacks column `{column}`"):
+            list(task.draw(WORDS))
 
 
 def test_an_empty_value_is_named_with_its_row(tmp_path):
@@ -150,20 +136,6 @@ def test_options_without_the_answer_are_refused(tmp_path):
         list(task.draw(WORDS))
 
 
-def test_without_data_it_says_what_is_missing():
-    task = make("code_debug")
-    assert "xinrongzhang2022/InfiniteBench on the hub" in task.missing
-    with pytest.raises(UsageError, match="task `infinitebench/code_debug` needs data: a file"):
-        list(task.draw(WORDS))
-    assert make("code_debug", data="infinitebench").missing is None
-
-
-def test_the_hub_has_a_split_for_each_task():
-    task = make("code_debug", data="infinitebench")
-    assert task.on_hub(task.data) == Data(hub="xinrongzhang2022/InfiniteBench", split="code_debug")
-    some = Data(hub="xinrongzhang2022/InfiniteBench", split="code_debug[:9]")
-    assert task.on_hub(some) == some
-
-
 def test_only_the_summary_needs_more_packages():
+    assert set(FORMS) == set(ROWS)
     assert {name for name in FORMS if make(name).extra} == {"longbook_sum_eng"}

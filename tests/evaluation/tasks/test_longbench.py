@@ -38,6 +38,13 @@ LIMITS = {  # new tokens and metric, as published
     "passage_retrieval_en": (32, "retrieval"),
     **dict.fromkeys(CODE, (64, "code_sim")),
 }
+CUES = {
+    **dict.fromkeys([*QA, "qmsum"], "Answer:"),
+    **dict.fromkeys(["gov_report", "multi_news"], "Summary:"),
+    "passage_count": "The final answer is: ",
+    "passage_retrieval_en": "The answer is: ",
+    **dict.fromkeys(CODE, "Next line of code:\n"),
+}
 WITHOUT_INPUT = ("gov_report", "multi_news", "lcc", "passage_count")
 CONTEXT = "CONTEXT {with} a brace }"
 INPUT = "INPUT {0}"
@@ -108,38 +115,23 @@ def test_every_name_in_the_table_is_a_task_here():
 # ---- raw data
 
 
-@pytest.mark.parametrize("task", ALL)
-def test_raw_data_are_put_into_words(task, write):
-    made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
-    limit, metric = LIMITS[task]
-    turn = sample.turns[0]
-    assert sample.id == f"{task}-1"
-    assert sample.context.endswith(CONTEXT)
-    assert len(sample.context) > len(CONTEXT) + 20  # an instruction comes first
-    assert whole_prompt(sample).count(INPUT) == (task not in WITHOUT_INPUT)
-    assert INPUT not in sample.context
-    assert "{" not in whole_prompt(sample).replace(CONTEXT, "").replace(INPUT, "")
-    assert turn.max_new_tokens == limit
-    assert sample.facts["metric"] == metric
-    assert turn.references == ANSWERS[task]
-    assert made.protocol == sample.facts["protocol"] == "kvtool-wording"
-
-
-@pytest.mark.parametrize(
-    ("tasks", "ending"),
-    [
-        ([*QA, "qmsum"], "Answer:"),
-        (["gov_report", "multi_news"], "Summary:"),
-        (FEW_SHOT, INPUT),  # which ends in its cue itself
-        (["passage_count"], "The final answer is: "),
-        (["passage_retrieval_en"], "The answer is: "),
-        (CODE, "Next line of code:\n"),
-    ],
-)
-def test_a_prompt_ends_with_the_cue(tasks, ending, write):
-    for task in tasks:
-        _, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
-        assert whole_prompt(sample).endswith(ending)
+def test_raw_data_are_put_into_words(write):
+    for task in ALL:
+        made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
+        limit, metric = LIMITS[task]
+        turn = sample.turns[0]
+        assert sample.id == f"{task}-1"
+        assert sample.context.endswith(CONTEXT)
+        assert len(sample.context) > len(CONTEXT) + 20  # an instruction comes first
+        assert whole_prompt(sample).count(INPUT) == (task not in WITHOUT_INPUT)
+        assert INPUT not in sample.context
+        assert whole_prompt(sample).endswith(CUES.get(task, INPUT))  # examples end in their cue
+        assert sample.cell == {}
+        assert "{" not in whole_prompt(sample).replace(CONTEXT, "").replace(INPUT, "")
+        assert turn.max_new_tokens == limit
+        assert sample.facts["metric"] == metric
+        assert turn.references == ANSWERS[task]
+        assert made.protocol == sample.facts["protocol"] == "kvtool-wording"
 
 
 def test_code_is_continued_where_it_ends(write):
@@ -178,9 +170,8 @@ def test_the_user_may_give_the_prompts(write, tmp_path):
     assert (sample.context, sample.turns[0].question) == (f"{INPUT} {CONTEXT}", "")
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_prompts_that_do_not_fit_are_refused(write, tmp_path):
+    for content, message in [
         ({"qaspr": "{context}"}, "has no prompt for `qasper`"),
         ({"qasper": "{input}"}, "must have {context} once, has it 0 times"),
         ({"qasper": "{context}{context}"}, "must have {context} once, has it 2 times"),
@@ -188,13 +179,11 @@ def test_the_user_may_give_the_prompts(write, tmp_path):
         ({"qasper": "{context"}, "a prompt cannot be read: expected '}'"),
         (["{context}"], "is no JSON object of a prompt for each task"),
         ({"qasper": 1}, "is no JSON object of a prompt for each task"),
-    ],
-)
-def test_prompts_that_do_not_fit_are_refused(content, message, write, tmp_path):
-    (tmp_path / "mine.json").write_text(json.dumps(content))
-    folder = write("qasper.jsonl", raw_row("qasper"))
-    with pytest.raises(UsageError, match=re.escape(message)):
-        draw("longbench/qasper", folder, prompts=str(tmp_path / "mine.json"))
+    ]:
+        (tmp_path / "mine.json").write_text(json.dumps(content))
+        folder = write("qasper.jsonl", raw_row("qasper"))
+        with pytest.raises(UsageError, match=re.escape(message)):
+            draw("longbench/qasper", folder, prompts=str(tmp_path / "mine.json"))
 
 
 def test_missing_prompts_are_refused(write, tmp_path):
@@ -212,14 +201,14 @@ def test_a_split_prompt_joins_to_the_filled_one():
 # ---- joined data
 
 
-@pytest.mark.parametrize("task", ALL)
-def test_joined_data_are_not_put_into_words_again(task, write):
-    made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", joined_row(task)))
-    assert sample.context == CONTEXT
-    assert whole_prompt(sample) == CONTEXT + "QUESTION\nAnswer:"
-    assert sample.turns[0].max_new_tokens == LIMITS[task][0]
-    assert sample.id == "0"
-    assert made.protocol == sample.facts["protocol"] == "official-joined"
+def test_joined_data_are_not_put_into_words_again(write):
+    for task in ALL:
+        made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", joined_row(task)))
+        assert sample.context == CONTEXT
+        assert whole_prompt(sample) == CONTEXT + "QUESTION\nAnswer:"
+        assert sample.turns[0].max_new_tokens == LIMITS[task][0]
+        assert sample.id == "0"
+        assert made.protocol == sample.facts["protocol"] == "official-joined"
 
 
 def test_the_usual_data_are_the_joined_ones_of_the_hub():
@@ -264,55 +253,52 @@ def test_prompts_for_joined_data_are_refused(write, tmp_path):
 # ---- LongBench-E
 
 
-@pytest.mark.parametrize("make", [raw_row, joined_row])
-def test_longbench_e_tells_lengths_apart(make, write):
-    lengths = [0, 3999, 4000, 7999, 8000, 20_000]
-    rows = [make("qasper", length=length, _id=str(length)) for length in lengths]
-    folder = write("qasper_e.jsonl", *rows)
-    task, samples = draw("longbench_e/qasper", folder)
-    buckets = [sample.cell["length_bucket"] for sample in samples]
-    assert buckets == ["0-4k", "0-4k", "4-8k", "4-8k", "8k+", "8k+"]
-    records = [
-        {
-            "turns": [{"prediction": answer, "references": ["yes"]}],
-            "facts": sample.facts,
-            "cell": dict(sample.cell),
-        }
-        for answer, sample in zip(["yes", "no", "yes", "yes", "no", "no"], samples, strict=True)
-    ]
-    summary = task.summarise(records)
-    values = {cell["length_bucket"]: number.value for cell, number in summary.cells}
-    assert values == {"0-4k": 50, "4-8k": 100, "8k+": 0}
-    assert summary.metrics["score"].value == summary.metrics["qa_f1"].value == 50
-
-
-def test_longbench_itself_has_no_lengths(write):
-    _, (sample,) = draw("longbench/qasper", write("qasper.jsonl", raw_row("qasper")))
-    assert sample.cell == {}
+def test_longbench_e_tells_lengths_apart(write):
+    for make in [raw_row, joined_row]:
+        lengths = [0, 3999, 4000, 7999, 8000, 20_000]
+        rows = [make("qasper", length=length, _id=str(length)) for length in lengths]
+        folder = write("qasper_e.jsonl", *rows)
+        task, samples = draw("longbench_e/qasper", folder)
+        buckets = [sample.cell["length_bucket"] for sample in samples]
+        assert buckets == ["0-4k", "0-4k", "4-8k", "4-8k", "8k+", "8k+"]
+        records = [
+            {
+                "turns": [{"prediction": answer, "references": ["yes"]}],
+                "facts": sample.facts,
+                "cell": dict(sample.cell),
+            }
+            for answer, sample in zip(["yes", "no", "yes", "yes", "no", "no"], samples, strict=True)
+        ]
+        summary = task.summarise(records)
+        values = {cell["length_bucket"]: number.value for cell, number in summary.cells}
+        assert values == {"0-4k": 50, "4-8k": 100, "8k+": 0}
+        assert summary.metrics["score"].value == summary.metrics["qa_f1"].value == 50
 
 
 # ---- scores
 
 
-@pytest.mark.parametrize("task", ALL)
-def test_the_reference_answer_scores_100_and_another_0(task, write):
-    made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
-    metric = LIMITS[task][1]
-    assert set(scored(made, sample, "x")) == {"score", metric}
-    for reference in ANSWERS[task]:
-        right = scored(made, sample, reference)
-        assert right["score"] == right[metric] == pytest.approx(100, abs=1e-5)
-    for wrong in ("", "~~~", "0"):
-        assert scored(made, sample, wrong) == {"score": 0, metric: 0}
-    assert made.best == 100
+def test_the_reference_answer_scores_100_and_another_0(write):
+    for task in ALL:
+        made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
+        metric = LIMITS[task][1]
+        assert set(scored(made, sample, "x")) == {"score", metric}
+        for reference in ANSWERS[task]:
+            right = scored(made, sample, reference)
+            assert right["score"] == right[metric] == pytest.approx(100, abs=1e-5)
+        for wrong in ("", "~~~", "0"):
+            assert scored(made, sample, wrong) == {"score": 0, metric: 0}
+        assert made.best == 100
 
 
-@pytest.mark.parametrize("task", FEW_SHOT)
-def test_only_the_first_line_of_a_continued_example_counts(task, write):
-    made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
-    answer = ANSWERS[task][0]
-    assert scored(made, sample, f"\n{answer}\nDate\nmore")["score"] == pytest.approx(100, abs=1e-5)
-    assert scored(made, sample, f"~\n{answer}")["score"] == 0
+def test_only_the_first_line_of_a_continued_example_counts(write):
+    for task in FEW_SHOT:
+        made, (sample,) = draw(f"longbench/{task}", write(f"{task}.jsonl", raw_row(task)))
+        answer = ANSWERS[task][0]
+        assert scored(made, sample, f"\n{answer}\nDate\nmore")["score"] == pytest.approx(
+            100, abs=1e-5
+        )
+        assert scored(made, sample, f"~\n{answer}")["score"] == 0
 
 
 def test_every_line_of_other_answers_counts(write):
@@ -359,38 +345,32 @@ def test_answers_of_any_type_are_texts(write):
     assert [sample.turns[0].references for sample in samples] == [("17",), ("17",)]
 
 
-@pytest.mark.parametrize(
-    ("task", "change", "message"),
-    [
+def test_rows_that_cannot_be_used_are_refused_before_a_run(write):
+    for task, change, message in [
         ("qasper", {"answers": []}, "row 1: column `answers` must be a list of texts, got `[]`"),
         ("qasper", {"context": None}, "row 1: column `context` holds NoneType, no text"),
         ("trec", {"all_classes": None}, "row 1: column `all_classes` must be a list of texts"),
         ("passage_retrieval_en", {"answers": ["17"]}, "`17` names no paragraph"),
         ("qasper", {"dataset": "trec"}, "longbench/qasper: `qasper.jsonl` holds `trec`"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_refused_before_a_run(task, change, message, write):
-    folder = write(f"{task}.jsonl", raw_row(task, **change))
-    with pytest.raises(KvtoolError, match=re.escape(message)):
-        draw(f"longbench/{task}", folder)
+    ]:
+        folder = write(f"{task}.jsonl", raw_row(task, **change))
+        with pytest.raises(KvtoolError, match=re.escape(message)):
+            draw(f"longbench/{task}", folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "column"),
-    [
+def test_a_lacking_column_is_named(write, tmp_path):
+    for name, column in [
         ("longbench/qasper", "answers"),
         ("longbench/qasper", "input"),
         ("longbench/trec", "all_classes"),
         ("longbench_e/qasper", "length"),
-    ],
-)
-def test_a_lacking_column_is_named(name, column, write, tmp_path):
-    task = name.partition("/")[2]
-    row = raw_row(task)
-    del row[column]
-    write("file.jsonl", row)
-    with pytest.raises(KvtoolError, match=f"`file.jsonl` lacks column `{column}`"):
-        draw(name, str(tmp_path / "file.jsonl"))
+    ]:
+        task = name.partition("/")[2]
+        row = raw_row(task)
+        del row[column]
+        write("file.jsonl", row)
+        with pytest.raises(KvtoolError, match=f"`file.jsonl` lacks column `{column}`"):
+            draw(name, str(tmp_path / "file.jsonl"))
 
 
 def test_a_length_that_is_no_number_is_refused(write):

@@ -8,7 +8,6 @@ import pytest
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.code import stated_letter
-from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.tasks.longbench_v2 import LongBenchV2
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS
@@ -46,9 +45,8 @@ def record(sample, answer):
     return json.loads(json.dumps(made))
 
 
-@pytest.mark.parametrize(
-    ("answer", "letter"),
-    [
+def test_a_choice_is_read_as_the_benchmark_reads_it():
+    for answer, letter in [
         ("The correct answer is (B)", "B"),
         ("I think: The correct answer is B.", "B"),
         ("**The correct answer is (B)**", "B"),
@@ -58,10 +56,8 @@ def record(sample, answer):
         ("(B)", None),
         ("The correct answer is (E)", None),
         ("", None),
-    ],
-)
-def test_a_choice_is_read_as_the_benchmark_reads_it(answer, letter):
-    assert stated_letter(answer) == letter
+    ]:
+        assert stated_letter(answer) == letter
 
 
 def test_a_prompt_is_the_text_then_question_and_choices(tmp_path):
@@ -121,43 +117,31 @@ def test_the_benchmarks_own_prompt_may_be_given(tmp_path):
     assert sample.facts["prompts"] == hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_prompts_that_do_not_fit_are_refused(tmp_path):
+    for text, message in [
         (OFFICIAL.replace("$DOC$", ""), "must have `$DOC$` once, has it 0 times"),
         (OFFICIAL.replace("Go.", "$Q$"), "must have `$Q$` once, has it 2 times"),
         ("$Q$ " + OFFICIAL.replace("$Q$", ""), "the question stands before the text"),
-    ],
-)
-def test_prompts_that_do_not_fit_are_refused(text, message, tmp_path):
-    (tmp_path / "mine.txt").write_text(text)
-    with pytest.raises(UsageError, match=re.escape(message)):
-        list(make(tmp_path, ROW, prompts=str(tmp_path / "mine.txt")).draw(WORDS))
+    ]:
+        (tmp_path / "mine.txt").write_text(text)
+        with pytest.raises(UsageError, match=re.escape(message)):
+            list(make(tmp_path, ROW, prompts=str(tmp_path / "mine.txt")).draw(WORDS))
     with pytest.raises(UsageError, match=r"prompts: no file `.*none\.txt`"):
         list(make(tmp_path, ROW, prompts=str(tmp_path / "none.txt")).draw(WORDS))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
+    for changes, message in [
         ({"choice_D": "gone"}, "`data.json` lacks column `choice_D`"),
         ({"difficulty": "gone"}, "`data.json` lacks column `difficulty`"),
         ({"context": None}, "row 1 lacks `context`"),
         ({"question": 7}, "row 1: `question` holds int, no text"),
         ({"answer": "E"}, "row 1: `answer` must be A, B, C or D, got `E`"),
         ({"answer": "AB"}, "row 1: `answer` must be A, B, C or D, got `AB`"),
-    ],
-)
-def test_rows_of_another_form_are_refused_in_a_line(changes, message, tmp_path):
-    with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
-        list(make(tmp_path, row(**changes)).draw(WORDS))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_usual_data_are_on_the_hub():
-    task = LongBenchV2(name="longbench-v2", data="longbench-v2")
-    assert task.data == Data(hub="zai-org/LongBench-v2", split="train")
-    assert "zai-org/LongBench-v2 on the hub" in LongBenchV2(name="longbench-v2").missing
+    ]:
+        with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
+            list(make(tmp_path, row(**changes)).draw(WORDS))
+        assert "\n" not in str(caught.value)
 
 
 def test_short_answers_are_given_without_thinking():

@@ -77,9 +77,8 @@ def test_what_was_never_said_is_not_to_be_answered(tmp_path):
     assert task.score(record(sample, "<think>I do not know")) == wrong
 
 
-@pytest.mark.parametrize(
-    ("answer", "absent"),
-    [
+def test_phrases_that_say_it_is_not_known():
+    for answer, absent in [
         ("I do not know.", True),
         ("I don\N{RIGHT SINGLE QUOTATION MARK}t know", True),
         ("You did not mention your cat's name.", True),
@@ -96,10 +95,8 @@ def test_what_was_never_said_is_not_to_be_answered(tmp_path):
         ("You know him: Tom", False),
         ("Not Tom but Tim", False),
         ("", False),
-    ],
-)
-def test_phrases_that_say_it_is_not_known(answer, absent):
-    assert abstains(answer) is absent
+    ]:
+        assert abstains(answer) is absent
 
 
 def test_scores_are_told_by_kind_of_question(tmp_path):
@@ -128,28 +125,15 @@ def test_questions_that_only_a_judge_can_score_are_left_out(tmp_path):
         list(make(tmp_path, PREFERENCE).draw(WORDS))
 
 
-def test_answers_that_are_numbers_are_texts(tmp_path):
-    (sample,) = make(tmp_path, {**ROW, "answer": 3}).draw(WORDS)
-    assert sample.turns[0].references == ("3",)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
+    for changes, message in [
         ({"haystack_sessions": "gone"}, "lacks column `haystack_sessions`"),
         ({"answer": None}, "row 1 lacks `answer`"),
         ({"haystack_dates": ["2023"]}, "row 1 has 1 `haystack_dates`, 2 sessions"),
         ({"haystack_sessions": [["a"], ["b"]]}, "are no lists of messages with `role` and"),
         ({"haystack_sessions": [[{"role": "user"}], []]}, "are no lists of messages with `role`"),
-    ],
-)
-def test_rows_of_another_form_are_refused_in_a_line(changes, message, tmp_path):
-    row = {key: value for key, value in {**ROW, **changes}.items() if value != "gone"}
-    with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
-        list(make(tmp_path, row).draw(WORDS))
-    assert "\n" not in str(caught.value)
-
-
-def test_without_data_it_says_which_file_is_needed():
-    with pytest.raises(UsageError, match=r"needs data: longmemeval_s\.json of LongMemEval"):
-        list(LongMemEval(name="longmemeval").draw(WORDS))
+    ]:
+        row = {key: value for key, value in {**ROW, **changes}.items() if value != "gone"}
+        with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
+            list(make(tmp_path, row).draw(WORDS))
+        assert "\n" not in str(caught.value)

@@ -35,7 +35,7 @@ def measure(loaded, counter, task, *arms, protocol=None):
 
 
 def test_fidelity_of_what_fits_is_perfect_and_of_less_is_not(loaded, counter):
-    task = FidelityTask(name="fidelity", lengths="400", samples=2)
+    task = FidelityTask(name="fidelity", lengths="200", samples=2)
     samples, records = measure(loaded, counter, task, FULL, TINY, FITS)
     for arm in (FULL, FITS):
         summary = task.summarise(records[arm])
@@ -56,7 +56,7 @@ def test_fidelity_of_what_fits_is_perfect_and_of_less_is_not(loaded, counter):
 
 def test_fidelity_equals_a_plain_forward_with_the_evicted_keys_masked(loaded, counter):
     """StreamingLLM's cache is known: attend to sinks and the newest, position by position."""
-    task = FidelityTask(name="fidelity", lengths="300", samples=1)
+    task = FidelityTask(name="fidelity", lengths="200", samples=1)
     samples, records = measure(loaded, counter, task, FULL, TINY)
     turn = samples[0].turns[0]
     text = samples[0].context + turn.question + turn.answer_prefix
@@ -85,7 +85,7 @@ def test_fidelity_equals_a_plain_forward_with_the_evicted_keys_masked(loaded, co
 
 @pytest.mark.exhaustive
 def test_an_unknown_query_makes_fidelity_harder_or_equal_but_not_for_full(loaded, counter):
-    task = FidelityTask(name="fidelity", lengths="400", samples=2)
+    task = FidelityTask(name="fidelity", lengths="200", samples=2)
     agnostic = Protocol(query_aware=False)
     _, records = measure(loaded, counter, task, FULL, TINY, protocol=agnostic)
     assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
@@ -93,7 +93,7 @@ def test_an_unknown_query_makes_fidelity_harder_or_equal_but_not_for_full(loaded
 
 
 def test_fidelity_without_the_text_metrics(loaded, counter, monkeypatch):
-    task = FidelityTask(name="fidelity", lengths="400", samples=1)
+    task = FidelityTask(name="fidelity", lengths="200", samples=1)
     _, records = measure(loaded, counter, task, FULL)
     monkeypatch.setattr("kvtool.extras.find_spec", lambda name: None)
     assert set(task.score(records[FULL][0])) == {"agreement", "kl", "exact_match"}
@@ -173,8 +173,8 @@ def test_the_full_cache_agrees_with_itself_however_the_prompt_is_split(loaded, c
 @pytest.mark.parametrize(
     "task",
     [
-        FidelityTask(name="fidelity", lengths="400", samples=1),
-        OutputError(name="output-error", lengths="400", samples=1),
+        FidelityTask(name="fidelity", lengths="200", samples=1),
+        OutputError(name="output-error", lengths="200", samples=1),
     ],
     ids=lambda task: task.name,
 )
@@ -194,8 +194,8 @@ def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task,
 
 @pytest.mark.parametrize("mode", ["isolated", "end_to_end"])
 def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
-    task = OutputError(name="output-error", lengths="300", samples=1, mode=mode, new_tokens=8)
-    arms = make_variants(["streaming"], ["24", "128", "4K"])
+    task = OutputError(name="output-error", lengths="160", samples=1, mode=mode, new_tokens=6)
+    arms = make_variants(["streaming"], ["24", "80", "4K"])
     _, records = measure(loaded, counter, task, *arms)
     full, tiny, more, fits = (task.summarise(records[arm]).metrics["nmse"].value for arm in arms)
     assert full < 1e-10
@@ -204,18 +204,6 @@ def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
     curve = task.summarise(records[arms[1]]).curves["error by layer"]
     assert list(curve.x) == [0.0, 1.0, 2.0, 3.0]
     assert sum(curve.y) / 4 == pytest.approx(tiny)
-
-
-def test_output_error_is_that_of_what_is_stored(loaded, counter):
-    task = OutputError(name="output-error", lengths="200", samples=1, new_tokens=4)
-    arms = make_variants(["full+int8", "full+int4", "h2o", "h2o+int8"], ["32"])
-    _, records = measure(loaded, counter, task, *arms)
-    full, eight, four, evicted, both = (
-        task.summarise(records[arm]).metrics["nmse"].value for arm in arms
-    )
-    assert full < 1e-10
-    assert 1e-6 < eight < 1e-3 < four < 0.1
-    assert evicted != both == pytest.approx(evicted, rel=0.05)
 
 
 def test_speed_counts_what_it_times(loaded, counter):
@@ -251,13 +239,10 @@ def test_speed_compiles_before_the_clock_starts(loaded, counter, monkeypatch):
     plain = functools.partialmethod(CompiledDecoding.__init__, backend="eager")
     monkeypatch.setattr(CompiledDecoding, "__init__", plain)
     task = Speed(name="speed", lengths="64", new_tokens=5, samples=1, compile=True)
-    _, records = measure(loaded, counter, task, TINY, FULL)
-    for arm in (TINY, FULL):
-        assert records[arm][0]["decoded"] == records[arm][0]["cost"]["new_tokens"] == 5
-    assert (
-        len(reports) == 2 * 2 * 8
-    )  # of each variant the run that warms up, and the one that counts
-    for run in range(4):
+    _, records = measure(loaded, counter, task, TINY)
+    assert records[TINY][0]["decoded"] == records[TINY][0]["cost"]["new_tokens"] == 5
+    assert len(reports) == 2 * 8  # of the run that warms up, and of the one that counts
+    for run in range(2):
         first, *_, last = reports[8 * run + 2 : 8 * run + 8]
         assert last.compiled_steps == first.compiled_steps + 5
         assert last.graphs == first.graphs  # none is made while the clock runs
@@ -299,8 +284,3 @@ def test_speed_takes_the_largest_batch_that_has_room(loaded, counter):
 def test_a_memory_is_a_number_of_bytes():
     with pytest.raises(ValueError, match="memory is a number of bytes such as 512MiB, got `4K`"):
         Speed(name="speed", memory="4K")
-
-
-def test_speed_at_several_batches(counter):
-    task = Speed(name="speed", lengths="64", batch=[1, 4], samples=1)
-    assert [sample.cell["batch"] for sample in task.draw(counter)] == [1, 4]

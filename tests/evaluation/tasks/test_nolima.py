@@ -6,12 +6,13 @@ import re
 import pytest
 
 from kvtool.documents.settings import Protocol
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.samples.fit import needed_tokens
 from kvtool.evaluation.tasks.nolima import NoLiMa, read_tests
 from kvtool.evaluation.tasks.table import task_class
 from tests.evaluation.tasks.counters import WORDS
+from tests.evaluation.tasks.drawing import score
 from tests.evaluation.variants import make_variants
 
 NEEDLE = {
@@ -45,8 +46,7 @@ def make(folder, *needles, **settings):
 
 
 def scored(task, sample, answer):
-    turns = [{"prediction": answer, "references": list(sample.turns[0].references)}]
-    return task.score({"turns": turns, "facts": sample.facts})["accuracy"]
+    return score(task, sample, answer)["accuracy"]
 
 
 def test_every_question_is_asked_about_every_input():
@@ -95,14 +95,14 @@ def test_an_answer_holds_the_character(tmp_path):
     task = make(tmp_path, NEEDLE, samples=1, depths=1)
     (sample,) = task.draw(WORDS)
     name = sample.turns[0].references[0]
-    for answer, score in [
+    for answer, value in [
         (f"It is {name}.", 100),
         (name.lower(), 0),  # letter case counts
         (f"<think>{name}</think> Nobody.", 0),
         (f"<think>Who?</think> {name}", 100),
         ("", 0),
     ]:
-        assert scored(task, sample, answer) == score
+        assert scored(task, sample, answer) == value
     assert task_class("nolima") is NoLiMa
 
 
@@ -123,9 +123,8 @@ def test_a_book_is_read_from_a_file(tmp_path):
     assert sample.context.count("It rained.") > 20
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_needle_sets_of_another_form_are_refused_in_a_line(tmp_path):
+    for changes, message in [
         ({"tests": "gone"}, "lacks column `tests`"),
         ({"needle": None}, "entry 1 lacks `needle`"),
         ({"tests": {"T1": {"input_args": ["a"]}}}, "`tests` need `input_args`, one for each"),
@@ -133,13 +132,11 @@ def test_a_book_is_read_from_a_file(tmp_path):
         ({"character_set": None}, "entry 1 has neither `character_set` nor `gold_answers`"),
         ({"task_template": "{question} {haystack}"}, "must have {haystack}, and then {question}"),
         ({"distractors": {"onehop": "No."}}, "entry 1 has `distractors`, which are not read"),
-    ],
-)
-def test_needle_sets_of_another_form_are_refused_in_a_line(changes, message, tmp_path):
-    needle = {key: value for key, value in {**NEEDLE, **changes}.items() if value != "gone"}
-    with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
-        list(make(tmp_path, needle).draw(WORDS))
-    assert "\n" not in str(caught.value)
+    ]:
+        needle = {key: value for key, value in {**NEEDLE, **changes}.items() if value != "gone"}
+        with pytest.raises(KvtoolError, match=re.escape(message)) as caught:
+            list(make(tmp_path, needle).draw(WORDS))
+        assert "\n" not in str(caught.value)
 
 
 def test_a_model_that_knows_the_words_finds_the_character(loaded, counter, tmp_path):
@@ -164,8 +161,3 @@ def test_a_model_that_knows_the_words_finds_the_character(loaded, counter, tmp_p
         for variant in (full, streaming)
     }
     assert scores == {full: [100] * 4, streaming: [0] * 4}
-
-
-def test_without_data_it_says_which_file_is_needed():
-    with pytest.raises(UsageError, match=r"needs data: needlesets/needle_set\.json of NoLiMa"):
-        list(NoLiMa(name="nolima").draw(WORDS))

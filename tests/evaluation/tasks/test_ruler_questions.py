@@ -118,14 +118,6 @@ def test_any_right_answer_is_enough(files):
         assert score(task, sample, prediction) == {"string_match_part": value}
 
 
-def test_a_file_is_needed():
-    task = make("ruler/qa_2")
-    assert task.missing == "data: hotpot_dev_distractor_v1.json of HotpotQA"
-    with pytest.raises(UsageError, match=r"`ruler/qa_2` needs data: hotpot_dev_distractor_v1.json"):
-        list(task.draw(WORDS))
-    assert make("ruler/qa_1", data="dev.json").missing is None
-
-
 def test_refuses_what_the_file_cannot_give(files):
     squad_file, hotpot_file = files.values()
     with pytest.raises(UsageError, match=r"13 samples, but `.*` has only 12 questions"):

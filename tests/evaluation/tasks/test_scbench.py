@@ -10,16 +10,15 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.samples.random_data import STATISTICS
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks import scbench
-from kvtool.evaluation.tasks.scbench import KeyValue, MathFind, PrefixSuffix, Variables
-from kvtool.evaluation.tasks.table import task_class
+from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS, bundled
 
-TASKS = {"kv": KeyValue, "prefix_suffix": PrefixSuffix, "vt": Variables, "mf": MathFind}
 NEW_TOKENS = {"kv": 150, "prefix_suffix": 150, "vt": 30, "mf": 5}
+TASKS = list(NEW_TOKENS)
 
 
 def make(name, **settings):
-    return TASKS[name](name=f"scbench/{name}", **settings)
+    return drawing.make(f"scbench/{name}", **settings)
 
 
 def draw(name, tokens=WORDS, **settings):
@@ -51,9 +50,8 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_table_has_the_task(name):
-    named = f"scbench/{name}"
-    (sample,) = task_class(named)(name=named, lengths=1024, samples=1).draw(WORDS)
+def test_answers_to_five_questions_are_in_the_context(name):
+    (sample,) = draw(name, lengths=1024, samples=1)
     assert len(sample.turns) == 5
     for turn in sample.turns:
         assert re.fullmatch(QUESTIONS[name], turn.question)
@@ -63,32 +61,30 @@ def test_the_table_has_the_task(name):
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize(("counter", "slack"), [(bundled, 90), (lambda: WORDS, 16)])
-@pytest.mark.parametrize("length", [1024, 3000])
-def test_the_whole_conversation_nearly_fills_the_length(name, counter, slack, length):
-    tokens = counter()
-    for sample in draw(name, tokens, lengths=length, samples=3):
-        used = tokens.count(conversation(sample, 5)) + NEW_TOKENS[name] + tokens.special
-        assert length - slack < used <= length
-        assert sample.cell == {"length": length}
-        assert {turn.max_new_tokens for turn in sample.turns} == {NEW_TOKENS[name]}
+def test_the_whole_conversation_nearly_fills_the_length(name):
+    for tokens, slack, length in [(bundled(), 90, 1024), (WORDS, 16, 3000)]:
+        for sample in draw(name, tokens, lengths=length, samples=3):
+            used = tokens.count(conversation(sample, 5)) + NEW_TOKENS[name] + tokens.special
+            assert length - slack < used <= length
+            assert sample.cell == {"length": length}
+            assert {turn.max_new_tokens for turn in sample.turns} == {NEW_TOKENS[name]}
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_the_models_own_answers_get_their_room(name):
-    (sample,) = draw(name, lengths=2048, samples=1, golden=False)
-    said = WORDS.count(conversation(sample, 5, golden=False)) + 5 * NEW_TOKENS[name] + 1
-    assert 2048 - 16 < said <= 2048
+def test_the_models_own_answers_get_their_room():
+    for name in TASKS:
+        (sample,) = draw(name, lengths=2048, samples=1, golden=False)
+        said = WORDS.count(conversation(sample, 5, golden=False)) + 5 * NEW_TOKENS[name] + 1
+        assert 2048 - 16 < said <= 2048
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_different_queries_share_the_length_but_not_each_other(name):
-    (sample,) = draw(name, lengths=2048, samples=1, mode="scdq")
-    used = [
-        WORDS.count(sample.context + turn.question + turn.answer_prefix) + NEW_TOKENS[name] + 1
-        for turn in sample.turns
-    ]
-    assert 2048 - 16 < max(used) <= 2048
+def test_different_queries_share_the_length_but_not_each_other():
+    for name in TASKS:
+        (sample,) = draw(name, lengths=2048, samples=1, mode="scdq")
+        used = [
+            WORDS.count(sample.context + turn.question + turn.answer_prefix) + NEW_TOKENS[name] + 1
+            for turn in sample.turns
+        ]
+        assert 2048 - 16 < max(used) <= 2048
 
 
 def test_the_longest_prompt_of_a_worked_conversation():
@@ -112,13 +108,13 @@ def test_a_perfect_answer_scores_100_and_any_other_0(name):
         assert task.score(record(sample, [wrong] * 5)) == {task.metric: 0}
 
 
-@pytest.mark.parametrize("name", ["kv", "prefix_suffix"])
-def test_the_answer_to_another_turn_is_wrong(name):
-    task, (sample,) = make(name), draw(name, samples=1)
-    answers = [turn.references[0] for turn in sample.turns]
-    assert task.score(record(sample, answers[1:] + answers[:1])) == {task.metric: 0}
-    two_right = [*answers[:2], "", "", ""]
-    assert task.score(record(sample, two_right)) == {task.metric: 40}
+def test_the_answer_to_another_turn_is_wrong():
+    for name in ["kv", "prefix_suffix"]:
+        task, (sample,) = make(name), draw(name, samples=1)
+        answers = [turn.references[0] for turn in sample.turns]
+        assert task.score(record(sample, answers[1:] + answers[:1])) == {task.metric: 0}
+        two_right = [*answers[:2], "", "", ""]
+        assert task.score(record(sample, two_right)) == {task.metric: 40}
 
 
 def test_variables_score_the_share_of_names_to_two_decimals():
@@ -144,18 +140,11 @@ def test_a_sample_depends_on_seed_and_length_only(name):
     assert draw(name, samples=1, seed=1)[0].context != few[0].context
 
 
-@pytest.mark.parametrize("name", TASKS)
-def test_fewer_turns_ask_less(name):
-    (sample,) = draw(name, samples=1, turns=2)
-    assert len(sample.turns) == 2
-    assert all(turn.question.startswith("\n") for turn in sample.turns)
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_256_tokens_suffice_for_one_turn(name):
-    length = 384 if name == "kv" else 256  # a pair, its key and 150 new tokens
-    (sample,) = draw(name, bundled(), samples=1, turns=1, lengths=length)
-    assert len(sample.turns) == 1
+def test_256_tokens_suffice_for_one_turn():
+    for name in TASKS:
+        length = 384 if name == "kv" else 256  # a pair, its key and 150 new tokens
+        (sample,) = draw(name, bundled(), samples=1, turns=1, lengths=length)
+        assert len(sample.turns) == 1
 
 
 def test_a_length_that_is_too_short_is_refused_with_the_least():
@@ -167,10 +156,10 @@ def test_a_length_that_is_too_short_is_refused_with_the_least():
     assert len(draw("vt", lengths=least + 16, samples=3)) == 3
 
 
-@pytest.mark.parametrize("settings", [{"turns": 6}, {"turns": 0}, {"mode": "both"}, {"samples": 0}])
-def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError):
-        make("kv", **settings)
+def test_settings_out_of_range_are_refused():
+    for settings in [{"turns": 6}, {"turns": 0}, {"mode": "both"}, {"samples": 0}]:
+        with pytest.raises(ValueError):
+            make("kv", **settings)
 
 
 # ---- what the contexts hold

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.samples.data import Data
-from kvtool.evaluation.tasks.scbench_files import FORMS, SharedContextFile
-from kvtool.evaluation.tasks.table import task_class
+from kvtool.errors import KvtoolError
+from kvtool.evaluation.tasks.scbench_files import FORMS
+from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS
 
 OPTIONS = ["red", "blue", "green", "white"]
@@ -55,7 +54,7 @@ NEW_TOKENS = {
 
 
 def make(name, **settings):
-    return SharedContextFile(name=f"scbench/{name}", **settings)
+    return drawing.make(f"scbench/{name}", **settings)
 
 
 def write(folder, name, *rows):
@@ -83,19 +82,19 @@ def score(task, sample, answers):
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_right_answers_score_100_and_wrong_ones_0(name, tmp_path):
+def test_questions_follow_the_context_and_right_answers_score_100_and_wrong_ones_0(name, tmp_path):
     task, (sample,) = draw(tmp_path, name)
+    assert sample.context.endswith("THE TEXT")
+    assert [turn.max_new_tokens for turn in sample.turns] == NEW_TOKENS[name]
+    for turn, asked in zip(sample.turns, TURNS[name], strict=True):
+        assert turn.question.startswith("\n\n")
+        assert asked["input"] in turn.question
     right = [turn.references[0] for turn in sample.turns]
     assert score(task, sample, right)["score"] == pytest.approx(100)
     assert score(task, sample, [WRONG[name]] * len(right))["score"] == 0
     assert score(task, sample, [""] * len(right))["score"] == 0
-
-
-@pytest.mark.parametrize("name", [name for name in TURNS if len(FORMS[name].kinds) == 1])
-def test_the_score_is_the_mean_over_turns(name, tmp_path):
-    task, (sample,) = draw(tmp_path, name)
-    answers = [sample.turns[0].references[0], WRONG[name]]
-    assert score(task, sample, answers) == {"score": pytest.approx(50)}
+    if len(FORMS[name].kinds) == 1:  # the mean over turns
+        assert score(task, sample, [right[0], WRONG[name]]) == {"score": pytest.approx(50)}
 
 
 def test_two_kinds_of_questions_weigh_the_same(tmp_path):
@@ -115,16 +114,6 @@ def test_a_kind_that_was_not_asked_for_does_not_count(tmp_path):
         "score": pytest.approx(100),
         "summary": pytest.approx(100),
     }
-
-
-@pytest.mark.parametrize("name", TURNS)
-def test_questions_follow_the_context_one_by_one(name, tmp_path):
-    _, (sample,) = draw(tmp_path, name)
-    assert sample.context.endswith("THE TEXT")
-    assert [turn.max_new_tokens for turn in sample.turns] == NEW_TOKENS[name]
-    for turn, asked in zip(sample.turns, TURNS[name], strict=True):
-        assert turn.question.startswith("\n\n")
-        assert asked["input"] in turn.question
 
 
 def test_options_have_letters_and_the_answer_its_own(tmp_path):
@@ -161,27 +150,19 @@ def test_turns_and_samples_take_the_first(tmp_path):
     assert [sample.id for sample in samples] == ["1", "2"]
 
 
-def test_the_engine_finds_its_switches():
-    task = make("qa_eng")
-    assert (task.mode, task.golden, task.turns) == ("multi_turn", True, 5)
-    assert make("qa_eng", mode="scdq", golden=False).mode == "scdq"
+def test_a_column_that_is_lacking_is_named(tmp_path):
+    for column in ["context", "multi_turns", "repo"]:
+        broken = {key: value for key, value in row("repoqa").items() if key != column}
+        with pytest.raises(KvtoolError, match=f"lacks column `{column}`"):
+            draw(tmp_path, "repoqa", broken)
 
 
-@pytest.mark.parametrize("column", ["context", "multi_turns", "repo"])
-def test_a_column_that_is_lacking_is_named(column, tmp_path):
-    broken = {key: value for key, value in row("repoqa").items() if key != column}
-    with pytest.raises(KvtoolError, match=f"lacks column `{column}`"):
-        draw(tmp_path, "repoqa", broken)
-
-
-@pytest.mark.parametrize(
-    ("name", "key"), [("qa_eng", "input"), ("choice_eng", "options"), ("repoqa_and_kv", "task")]
-)
-def test_what_a_turn_lacks_is_named_with_its_place(name, key, tmp_path):
-    turns = [dict(turn) for turn in TURNS[name]]
-    turns[1].pop(key)
-    with pytest.raises(KvtoolError, match=f"row 2, turn 2, lacks `{key}`"):
-        draw(tmp_path, name, row(name), row(name, turns))
+def test_what_a_turn_lacks_is_named_with_its_place(tmp_path):
+    for name, key in [("qa_eng", "input"), ("choice_eng", "options"), ("repoqa_and_kv", "task")]:
+        turns = [dict(turn) for turn in TURNS[name]]
+        turns[1].pop(key)
+        with pytest.raises(KvtoolError, match=f"row 2, turn 2, lacks `{key}`"):
+            draw(tmp_path, name, row(name), row(name, turns))
 
 
 def test_an_unknown_kind_of_question_is_refused(tmp_path):
@@ -190,23 +171,7 @@ def test_an_unknown_kind_of_question_is_refused(tmp_path):
         draw(tmp_path, "repoqa_and_kv", row("repoqa_and_kv", turns))
 
 
-def test_without_data_it_says_what_is_missing():
-    assert "microsoft/SCBench on the hub" in make("qa_eng").missing
-    with pytest.raises(UsageError, match="task `scbench/qa_eng` needs data: a file"):
-        list(make("qa_eng").draw(WORDS))
-
-
-def test_the_hub_has_a_config_for_each_task():
-    task = make("qa_eng", data="scbench")
-    assert task.missing is None
-    assert task.on_hub(task.data) == Data(hub="microsoft/SCBench", config="scbench_qa_eng")
-
-
-def test_the_table_has_the_tasks():
-    assert set(FORMS) == set(TURNS)
-    assert all(task_class(f"scbench/{name}") is SharedContextFile for name in FORMS)
-
-
 def test_rouge_and_bleu_need_more_packages():
+    assert set(FORMS) == set(TURNS)
     needy = {name for name in FORMS if make(name).extra}
     assert needy == {"repoqa", "repoqa_and_kv", "summary", "summary_with_needles"}
