@@ -234,7 +234,14 @@ def _config(llama):
 
 def test_the_largest_number_within_a_limit_is_that_of_a_plain_search():
     costs = (lambda n: n, lambda n: 3 * n + 2, lambda n: n * n // 7, lambda n: 10 * (n // 8))
-    for limit, least, most in [(0, 1, 9), (7, 1, 9), (50, 1, 9), (10**4, 1, 10**3), (5, 5, 5)]:
+    for limit, least, most in [
+        (0, 1, 9),
+        (7, 1, 9),
+        (29, 1, 9),
+        (50, 1, 9),
+        (10**4, 1, 10**3),
+        (5, 5, 5),
+    ]:
         for cost in costs:
             wanted = max((n for n in range(least, most + 1) if cost(n) <= limit), default=None)
             assert largest_within(cost, limit, least, most) == wanted
