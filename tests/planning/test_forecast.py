@@ -32,6 +32,7 @@ KINDS = [
     "full",
     "h2o+int8",
     "d2o",
+    "h2o+calidrop",
     "snapkv(window=8)+refit",
     "adakv(window=8)+calidrop",
     "triattention(every=7,prompt=false)",
@@ -90,7 +91,7 @@ def forecast_of(model, policy, budget, n, new, batch=2):
     return forecast(policy, layers, budgets, text)
 
 
-@pytest.mark.parametrize("name", first(8, KINDS))
+@pytest.mark.parametrize("name", first(9, KINDS))
 def test_what_is_forecast_is_held(model, name):
     policy = kvtool.parse_policy(name)
     budget = BUDGET if policy.takes_budget else None
