@@ -8,7 +8,7 @@ each policy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -81,22 +81,35 @@ def held_by(model, policy, plan, *, batch=1, new=NEW) -> int:
     return most
 
 
-def measure(model, name: str, target: str) -> Measured:
-    """Plan, run, and run the next larger budget."""
-    policy, size = kvtool.parse_policy(name), Budget.parse(target).bytes
-    try:
-        plan = plan_for(model, policy, bytes=size)
-    except UsageError:
+def promise(model, name: str, target: str) -> Measured:
+    """What the plan says, without a run."""
+    policy, plan = kvtool.parse_policy(name), plan_in(model, name, target)
+    if plan is None:
         whole = {"tokens": DEFAULT_TOKENS} if policy.takes_budget else {"ratio": 1}
         return Measured(name, target, None, plan_for(model, policy, **whole).totals.bytes)
-    held = held_by(model, policy, plan)
     budget = sum(plan.layers.tokens) // len(plan.layers.tokens)
     if policy.two_stages and plan.rocketkv is not None:
         budget = plan.rocketkv.token_budget
+    return Measured(name, target, budget, plan.totals.storage.bytes)
+
+
+def plan_in(model, name: str, target: str):
+    """A plan for bytes; None: they are too few."""
+    try:
+        return plan_for(model, kvtool.parse_policy(name), bytes=Budget.parse(target).bytes)
+    except UsageError:
+        return None
+
+
+def measure(model, name: str, target: str) -> Measured:
+    """Plan, run, and run the next larger budget."""
+    row, policy = promise(model, name, target), kvtool.parse_policy(name)
+    if row.budget is None:
+        return row
     above = None
-    if policy.takes_budget and not policy.stores_all and budget < PROMPT:
-        above = held_by(model, policy, plan_for(model, policy, tokens=budget + 1))
-    return Measured(name, target, budget, plan.totals.storage.bytes, held, above)
+    if policy.takes_budget and not policy.stores_all and row.budget < PROMPT:
+        above = held_by(model, policy, plan_for(model, policy, tokens=row.budget + 1))
+    return replace(row, held=held_by(model, policy, plan_in(model, name, target)), above=above)
 
 
 def measure_all() -> list[Measured]:
@@ -111,15 +124,18 @@ def markdown(rows: list[Measured]) -> str:
         "| policy | target | budget | planned bytes | bytes from tensors | the next budget holds |",
         "|---|---|---|---|---|---|",
     ]
-    for row in rows:
-        if row.budget is None:
-            cells = ["refused", f"would take {row.planned}", "-", "-"]
-        else:
-            above = "the whole prompt is stored" if row.above is None else str(row.above)
-            cells = [str(row.budget), str(row.planned), str(row.held), above]
-        target = f"{row.target} ({Budget.parse(row.target).bytes})"
-        lines.append(f"| `{row.policy}` | {target} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *map(line, rows)]) + "\n"
+
+
+def line(row: Measured) -> str:
+    """A policy under a target, as a line of the table."""
+    if row.budget is None:
+        cells = ["refused", f"would take {row.planned}", "-", "-"]
+    else:
+        above = "the whole prompt is stored" if row.above is None else str(row.above)
+        cells = [str(row.budget), str(row.planned), str(row.held), above]
+    target = f"{row.target} ({Budget.parse(row.target).bytes})"
+    return f"| `{row.policy}` | {target} | {' | '.join(cells)} |"
 
 
 def table_of(page: str) -> str:

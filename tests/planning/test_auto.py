@@ -36,8 +36,10 @@ def there(free, weights=WEIGHTS):
     return DeviceMemory(device="cpu", free_bytes=free, weights_bytes=weights)
 
 
-@pytest.mark.parametrize("share", ["auto", "auto:50%", "auto:5%", "auto:1/3"])
-@pytest.mark.parametrize("policy", ["h2o", "streaming+int8", "snapkv+caote", "rocketkv"])
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [("h2o", "auto"), ("streaming+int8", "auto:5%"), ("rocketkv", "auto:1/3")],
+)
 def test_the_budget_is_the_share_of_what_is_left(policy, share):
     """Worked from the definition: bytes <= share x (free - weights - reading), the next not."""
     asked, free = Budget.parse(share), 24 * 2**20
@@ -102,7 +104,7 @@ class Notes(Watcher):
 
 @pytest.mark.parametrize(
     ("policy", "prefill"),
-    [("h2o", "full"), ("h2o", "block:128"), ("snapkv", "full"), ("streaming+int8", "block:128")],
+    [("snapkv", "full"), ("streaming+int8", "block:128")],
 )
 def test_a_device_is_asked_what_it_has_free(elsewhere, monkeypatch, policy, prefill):
     """Its own memory counts, not the machine's; the cache on it fills what was chosen."""
@@ -111,7 +113,7 @@ def test_a_device_is_asked_what_it_has_free(elsewhere, monkeypatch, policy, pref
     device = SimpleNamespace(mem_get_info=lambda place: (free, 2**30))
     monkeypatch.setattr(torch, DEVICE.type, device, raising=False)
     monkeypatch.setattr("kvtool.models.placement._free_ram", lambda: pytest.fail("asked the CPU"))
-    prompt, watcher = "The code is 12. " * 100, Notes()
+    prompt, watcher = "The code is 12. " * 60, Notes()
     with pretended():
         more = {"tokenizer": tokenizer, "prefill": prefill, "watcher": watcher}
         report = kvtool.compress(model, prompt, policy, asked, **more).report()

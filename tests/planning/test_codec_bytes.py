@@ -1,9 +1,8 @@
-"""Bytes of quantised slots: forecasts, budgets and plans against the tensors of caches."""
+"""Bytes of quantised slots: worked ones, budgets and plans against the tensors of caches."""
 
 import re
 
 import pytest
-import torch
 from transformers import LlamaConfig
 
 import kvtool
@@ -21,7 +20,7 @@ from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import family_model, peaky_model, random_ids
-from tests.planning.test_forecast import bytes_of, forecast_of, most_held
+from tests.planning.test_forecast import bytes_of, most_held
 
 DIM, HEADS, LAYERS = 32, 2, 2
 BITS_8, BITS_4 = DIM + 2, DIM // 2 + DIM // 16  # bytes of a vector, with its scales
@@ -32,47 +31,14 @@ PAIR = {
     "k8v4": BITS_8 + BITS_4,
     "int(keys=4,values=8)": BITS_4 + BITS_8,
 }
-CODECS = [*PAIR, "int4(rotate=false)"]
-BASES = [
-    "h2o",
-    "snapkv(window=8)",
-    "full",
-    "h2o+ada",
-    "streaming",
-    "h2o+caote",
-    "h2o+calidrop",
-    "h2o+every(steps=7)",
-    "snapkv(window=8)+every(steps=7)",
-    "streaming(positions=cache)",
-    "snapkv(window=8)+pyramid",
-]
 BUDGET, PROMPT, NEW = 40, 90, 12
 SIZE = 24_000  # bytes
 NOTHING = DeviceMemory(device="cpu", free_bytes=None, weights_bytes=0)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
-def model(request):
-    made = peaky_model("llama", head_dim=DIM)
-    return kvtool.attach(made.to(getattr(torch, request.param)))
-
-
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("mode", ["full", "block:32"])
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("base", BASES)
-def test_what_is_forecast_is_held(model, base, codec, mode):
-    policy = kvtool.parse_policy(f"{base}+{codec}")
-    budget = BUDGET if policy.takes_budget else None
-    for n in (PROMPT, BUDGET - 4):
-        held, report = most_held(model, policy, budget, n, NEW, 2, mode)
-        found = forecast_of(model, policy, budget, n, NEW)
-        assert found.storage == held, n
-        assert found.keys_values == report.allocated_bytes
-        assert found.traffic == report.traffic_bytes
-        plain = LAYERS * HEADS * 2 * DIM * model.dtype.itemsize
-        assert found.full_storage == report.full_bytes == 2 * (n + NEW) * plain
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", head_dim=DIM))
 
 
 @pytest.mark.parametrize("codec", PAIR)
@@ -92,25 +58,9 @@ def test_a_worked_slot(model, codec):
     assert report.traffic_bytes == report.allocated_bytes
 
 
-@pytest.mark.few(1)
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["h2o+int8", "snapkv(window=4)+fp8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "llama4", "falcon_h1", "deepseek_v3"])
-def test_windows_chunks_and_latents_are_quantised_too(family, dtype, policy):
-    model = kvtool.attach(family_model(family).to(dtype))
-    held, report = most_held(model, policy, 24, 60, 6)
-    found = forecast_of(model, kvtool.parse_policy(policy), 24, 60, 6)
-    assert (found.storage, found.traffic) == (held, report.traffic_bytes)
-    plain, _ = most_held(model, policy.partition("+")[0], 24, 60, 6)
-    assert held < plain
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-def test_what_calidrop_sets_aside_stays_as_it_is(model, codec):
+def test_what_calidrop_sets_aside_stays_as_it_is(model):
     found = {}
-    for policy in ("h2o+calidrop", f"h2o+calidrop+{codec}"):
+    for policy in ("h2o+calidrop", "h2o+calidrop+int4"):
         cache = kvtool.build_cache(model, policy, BUDGET)
         prefill(model, cache, random_ids(PROMPT), new_tokens=NEW)
         for token in random_ids(NEW, seed=1)[0]:
@@ -122,9 +72,8 @@ def test_what_calidrop_sets_aside_stays_as_it_is(model, codec):
     assert coded.allocated_bytes < plain.allocated_bytes
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_a_dry_run_of_eval_tells_what_a_prompt_leaves(family):
-    model = kvtool.attach(family_model(family))
+def test_a_dry_run_of_eval_tells_what_a_prompt_leaves():
+    model = kvtool.attach(family_model("gemma3"))
     for arm in make_variants(["h2o+int8", "full+fp8"], ["25%", "9KiB"], baseline=False):
         cache = kvtool.build_cache(model, arm.policy, arm.budget)
         compress(model, cache, random_ids(PROMPT))
@@ -157,18 +106,13 @@ def config_of(dim: int) -> LlamaConfig:
     ("policy", "budget", "dim", "smaller"),
     [
         ("h2o+int8", "25%", 128, 7.9),
-        ("h2o+int8", "25%", 64, 7.8),
-        ("h2o+fp8", "25%", 128, 7.9),
         ("h2o+fp8", "25%", 64, 7.8),
         ("snapkv+int4", "25%", 128, 14.2),
-        ("snapkv+int4", "25%", 64, 14.2),
+        ("h2o+k8v4", "25%", 64, 10.0),
         ("full+int8", None, 128, 1.97),
         ("full+fp8", None, 64, 1.94),
-        ("full+int4", None, 128, 3.56),
         ("full+int4", None, 64, 3.56),
-        ("h2o+k8v4", "25%", 128, 10.1),
         ("full+k8v4", None, 128, 2.53),
-        ("h2o+k8v4", "25%", 64, 10.0),
         ("full+int(keys=4,values=8)", None, 64, 2.51),
     ],
 )
@@ -191,9 +135,9 @@ def test_a_dry_run_tells_what_a_codec_saves_of_the_peak():
     assert told[0] - told[1] == 4 * 2 * 2048 * 2 * (128 * 2 - 130)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["full", "block:16"])
-@pytest.mark.parametrize("policy", ["h2o+int8", "h2o+int4", "full+int8", "full+int4", "h2o+k8v4"])
+@pytest.mark.parametrize(
+    ("policy", "mode"), [("h2o+int8", "block:16"), ("h2o+k8v4", "full"), ("full+int4", "block:16")]
+)
 def test_the_bound_while_a_prompt_is_read_counts_one_layer_decoded(model, policy, mode):
     policy = kvtool.parse_policy(policy)
     budget = BUDGET if policy.takes_budget else None
@@ -211,12 +155,7 @@ def test_the_bound_while_a_prompt_is_read_counts_one_layer_decoded(model, policy
 # ---- budgets and plans in bytes
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("codec", PAIR)
-@pytest.mark.parametrize(
-    "base", ["h2o", "snapkv(window=8)", "h2o+ada", "streaming", "h2o+every(steps=7)"]
-)
+@pytest.mark.parametrize(("base", "codec"), [("h2o+every(steps=7)", "int8"), ("h2o+ada", "k8v4")])
 def test_bytes_are_met_to_the_slot(model, base, codec):
     cache = kvtool.build_cache(model, f"{base}+{codec}", f"{SIZE}B")
     prefill(model, cache, random_ids(600), new_tokens=NEW)
@@ -238,11 +177,9 @@ def plan_of(model, policy, **target):
     return make_plan(shape, Uniform(), asked, policy=kvtool.parse_policy(policy)).document
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("codec", PAIR)
-def test_a_plan_in_bytes_is_obeyed(model, codec):
-    plan = plan_of(model, f"h2o+{codec}", bytes=SIZE)
-    cache = kvtool.build_cache(model, f"h2o+{codec}", plan=plan)
+def test_a_plan_in_bytes_is_obeyed(model):
+    plan = plan_of(model, "h2o+int4", bytes=SIZE)
+    cache = kvtool.build_cache(model, "h2o+int4", plan=plan)
     prefill(model, cache, random_ids(600 - NEW), new_tokens=NEW)
     held = [bytes_of(cache)]
     for token in random_ids(NEW, seed=1)[0]:

@@ -9,15 +9,13 @@ from kvtool.errors import UsageError
 from kvtool.generation import compress
 from kvtool.planning.estimate import bytes_held, check_bytes
 from tests.evaluation.variants import make_variants
-from tests.models_for_tests import FAMILIES, family_model
+from tests.models_for_tests import family_model
 
 PROMPT = 61  # tokens; the sliding windows of the tiny models are 24
 BUDGETS = ["13", "45%", "100", "17KiB"]
-SOUND = sorted(FAMILIES.keys() - {"gpt_neox"})  # whose tiny config has KV heads it does not use
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("name", SOUND)
+@pytest.mark.parametrize("name", ["deepseek_v3", "gemma2", "gemma3n", "llama4", "qwen3_next"])
 def test_bytes_are_those_of_the_cache_that_has_read_the_prompt(name):
     model = family_model(name)
     attach(model)
@@ -29,7 +27,7 @@ def test_bytes_are_those_of_the_cache_that_has_read_the_prompt(name):
         assert bytes_held(model.config, "float32", arm, PROMPT) == held, arm.name
 
 
-@pytest.mark.parametrize("policy", ["quest", "hsa", "rocketkv(window=8)", "rocketkv-mt", "adakv"])
+@pytest.mark.parametrize("policy", ["quest", "rocketkv(window=8)", "adakv"])
 def test_a_budget_of_what_is_read_is_not_what_is_stored(policy):
     model = attach(family_model("llama"))
     prompt = 400

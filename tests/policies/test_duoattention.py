@@ -9,8 +9,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.policies.allocate.duo import rank_heads
 from tests.models_for_tests import peaky_model, random_ids
 from tests.reference.duoattention import Head
-
-pytestmark = pytest.mark.few(2)
+from tests.tiers import first
 
 LAYERS, HEADS = 3, 4
 SCORES = torch.tensor([[0.1, 0.9, 0.0, 0.2], [0.8, 0.3, 0.4, 0.0], [0.5, 0.5, 0.6, 0.1]])
@@ -100,31 +99,6 @@ def test_small_budgets_stream_everywhere(model):
             assert head_positions(cache, layer, 0, head) == [*range(10), *range(80, 120)]
 
 
-def test_rows_of_a_padded_batch_have_their_own_share(model, policy):
-    rows = [random_ids(960)[0], random_ids(850, seed=1)[0], random_ids(300, seed=2)[0]]
-    ids, mask = torch.zeros(3, 960, dtype=torch.long), torch.zeros(3, 960, dtype=torch.long)
-    for i, row in enumerate(rows):
-        ids[i, 960 - len(row) :], mask[i, 960 - len(row) :] = row, 1
-    both = kvtool.build_cache(model, policy, SHARE_BUDGET)
-    logits = prefill(model, both, ids, mask)
-    alone = []
-    for i, row in enumerate(rows):
-        cache = kvtool.build_cache(model, policy, SHARE_BUDGET)
-        torch.testing.assert_close(
-            prefill(model, cache, row[None])[0], logits[i], atol=1e-4, rtol=0
-        )
-        alone.append(cache)
-    for token in (3, 4, 5):
-        logits = decode_step(model, both, torch.tensor([token] * 3))
-        for i, cache in enumerate(alone):
-            single = decode_step(model, cache, torch.tensor([token]))[0]
-            torch.testing.assert_close(logits[i], single, atol=1e-4, rtol=0)
-    for layer in range(LAYERS):
-        for i, cache in enumerate(alone):
-            for head in range(HEADS):
-                assert head_positions(both, layer, i, head) == head_positions(cache, layer, 0, head)
-
-
 def twins(budget):
     """A slow head for every head of the model: [layer][head]."""
     ranks = rank_heads(SCORES).tolist()
@@ -156,19 +130,17 @@ def texts(lengths, seed=0):
     return [random_ids(length, seed=seed + i)[0] for i, length in enumerate(lengths)]
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize("block", [None, 16, 100])
-@pytest.mark.parametrize(
-    ("budget", "turns"),
-    [
-        (40, [(60, 36)]),  # one row fits, the other does not
-        (40, [(60, 36), (3, 20), (1, 1)]),
-        (40, [(60, 36, 39, 41), (2, 9, 1, 5)]),
-        (650, [(700, 645)]),
-        (700, [(705, 300), (30, 2)]),  # heads that retrieve hold little more than the others
-    ],
-)
-def test_rows_that_fit_beside_rows_that_do_not(model, policy, budget, turns, block):
+ROWS = [  # budget, turns, block
+    (40, [(60, 36), (3, 20), (1, 1)], 16),  # one row fits, the other does not
+    (700, [(705, 300), (30, 2)], None),  # heads that retrieve hold little more than the others
+    # the exhaustive tier from here
+    (40, [(60, 36, 39, 41), (2, 9, 1, 5)], None),
+]
+
+
+@pytest.mark.parametrize("case", first(2, ROWS), ids=str)
+def test_rows_that_fit_beside_rows_that_do_not(model, policy, case):
+    budget, turns, block = case
     mode = "full" if block is None else f"block:{block}"
     cache = kvtool.build_cache(model, policy, budget, prefill=mode)
     rows = [twins(budget) for _ in turns[0]]
@@ -195,15 +167,18 @@ def test_rows_that_fit_beside_rows_that_do_not(model, policy, budget, turns, blo
     assert cache.meter.held < 1.5 * filled
 
 
-@pytest.mark.parametrize("modifier", ["", "streaming(sinks=4)+duo"])
-@pytest.mark.parametrize(
-    ("lengths", "block"),
-    [([750], 105), ([725, 16], None), ([725, 1, 15], None), ([725, 1, 1], None)],
-)
-def test_a_short_block_or_turn_leaves_no_head_above_its_limit(
-    model, policy, modifier, lengths, block
-):
+SHORT = [  # lengths, block, modifier
+    ([725, 1, 15], None, ""),
+    ([750], 105, "streaming(sinks=4)+duo"),
+    ([725, 16], None, "streaming(sinks=4)+duo"),
+    ([725, 1, 1], None, ""),
+]
+
+
+@pytest.mark.parametrize("case", first(2, SHORT), ids=str)
+def test_a_short_block_or_turn_leaves_no_head_above_its_limit(model, policy, case):
     """At a budget of 660 a share of 20 / (n - 640) retrieves, so whole layers stream."""
+    lengths, block, modifier = case
     name = policy if not modifier else modifier + policy.removeprefix("duoattention")
     mode = "full" if block is None else f"block:{block}"
     cache = kvtool.build_cache(model, name, 660, prefill=mode)

@@ -97,13 +97,6 @@ def test_sinks_and_recent_stay():
         policy.check_budget(5)
 
 
-@pytest.mark.parametrize("modifier", ["ada", "pyramid", "d2o-alloc", "calidrop", "d2o-merge"])
-def test_modifiers_that_make_sense_go_on_it(modifier):
-    if modifier in ("calidrop", "d2o-merge"):
-        assert str(parse_policy(f"keydiff+{modifier}")) == f"keydiff+{modifier}"
-    assert parse_policy(f"keydiff+{modifier}").score.name == "keydiff"
-
-
 @pytest.mark.parametrize("modifier", ["caote", "fastcaote", "quest"])
 def test_what_makes_no_sense_is_refused(modifier):
     with pytest.raises(UsageError):

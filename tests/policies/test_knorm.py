@@ -87,11 +87,6 @@ def test_sinks_and_recent_stay():
         policy.check_budget(5)
 
 
-@pytest.mark.parametrize("modifier", ["ada", "every", "pyramid", "calidrop", "d2o-merge", "int8"])
-def test_modifiers_that_make_sense_go_on_it(modifier):
-    assert str(parse_policy(f"knorm+{modifier}")) == f"knorm+{modifier}"
-
-
 @pytest.mark.parametrize(
     ("policy", "why"),
     [

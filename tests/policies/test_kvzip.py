@@ -21,6 +21,7 @@ from kvtool.policies.parts import Evidence, Score
 from kvtool.policies.policy import Policy
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.reference import kvzip as slow
+from tests.tiers import first
 
 FIRST, LATER = (5, 9, 2, 44), (7, 3)
 PROMPT, BUDGET = 37, 12
@@ -92,11 +93,10 @@ def positions(cache, layer, row=0):
     return [[j for j in head if j >= 0] for head in cache.kept_positions(layer)[row].tolist()]
 
 
-@pytest.mark.parametrize("plus", [False, True])
 @pytest.mark.parametrize(
-    ("chunk", "sinks", "around"), [(2048, 4, (0, 0)), (13, 2, (0, 0)), (9, 4, (6, 3))]
+    ("chunk", "sinks", "around", "plus"),
+    [(13, 2, (0, 0), False), (9, 4, (6, 3), True)],
 )
-@pytest.mark.each_once
 def test_weights_and_choice_equal_plain_loops(chunk, sinks, around, plus):
     model, ids = attached(), random_ids(PROMPT)
     expected = looped(model, ids, chunk, sinks, around, plus)
@@ -229,11 +229,7 @@ def test_memory_is_the_full_caches_until_the_cut_and_then_the_budgets():
     assert kvtool.build_cache(model, "kvzip", 20).report().peak_bytes == 0
 
 
-FAMILIES = ["gemma2", "gemma3", "mistral-window", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2"]
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", first(2, ["gemma3", "deepseek_v3", "gpt_oss", "qwen3_next"]))
 def test_families_hold_the_budget_and_go_on_as_before(name):
     """Sliding windows, soft caps, learned sinks, latents and recurrent states."""
     model, ids = kvtool.attach(family_model(name)), random_ids(64)
@@ -294,17 +290,6 @@ def test_a_tokenizer_says_the_instruction(reference):
         assert tokenizer.decode(told) == "Say it again."
 
 
-def test_a_loaded_cache_is_appended_to(reference, tmp_path):
-    model, tokenizer = reference
-    ids = tokenizer("The code is 7429103. " * 20, return_tensors="pt").input_ids
-    cache = kvtool.build_cache(model, "kvzip", 40)
-    compress(model, cache, ids, tokenizer=tokenizer)
-    kvtool.save_cache(cache, tmp_path / "a.safetensors")
-    loaded = kvtool.load_cache(tmp_path / "a.safetensors", model)
-    torch.testing.assert_close(prefill(model, loaded, ids), prefill(model, cache, ids))
-    assert loaded.report().kept_per_layer == cache.report().kept_per_layer
-
-
 def test_plain_forwards_and_compressed_calls_are_refused():
     model, ids = attached(), random_ids(PROMPT)
     cache = kvtool.build_cache(model, "kvzip", BUDGET)
@@ -347,11 +332,6 @@ def test_what_is_never_repeated_must_leave_room():
 def test_modifiers_without_sense_are_refused_with_the_reason(modifier, told):
     with pytest.raises(UsageError, match=told):
         parse_policy(f"kvzip+{modifier}")
-
-
-@pytest.mark.parametrize("modifier", ["d2o-merge", "cam", "calidrop"])
-def test_evicted_tokens_may_be_merged_or_set_aside(modifier):
-    assert str(parse_policy(f"kvzip+{modifier}")) == f"kvzip+{modifier}"
 
 
 @pytest.mark.parametrize(

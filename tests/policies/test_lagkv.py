@@ -166,13 +166,6 @@ def test_every_partition_gives_up_the_same_share():
 
 
 @pytest.mark.parametrize(
-    "modifier", ["ada", "chunk", "pyramid", "d2o-alloc", "calidrop", "d2o-merge", "int8", "duo"]
-)
-def test_modifiers_that_make_sense_go_on_it(modifier):
-    assert str(parse_policy(f"lagkv(rank=false)+{modifier}")) == f"lagkv(rank=false)+{modifier}"
-
-
-@pytest.mark.parametrize(
     ("policy", "why"),
     [
         ("lagkv+caote", "`caote` weighs values by attention scores, and `lagkv` has none"),

@@ -88,7 +88,7 @@ def test_files_of_cache_positions_hold_keys_turned_to_the_place_they_were_read_a
     assert not torch.allclose(by_text[:, 0], by_text[:, 1], atol=1e-2)
 
 
-@pytest.mark.parametrize("policy", ["snapkv(window=4)", "pyramidkv(window=4)", "expected", "h2o"])
+@pytest.mark.parametrize("policy", ["pyramidkv(window=4)", "h2o"])
 def test_a_later_turn_is_cut_to_the_same_budget_with_all_before_it(policy):
     model = model_of()
     cache = kvtool.build_cache(model, policy, 20)

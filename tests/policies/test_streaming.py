@@ -19,8 +19,7 @@ def test_worked_two_sinks_and_the_last_four():
     assert trial.victim() == [2, 2]  # one at a time: the oldest that is no sink
 
 
-@pytest.mark.parametrize("sinks", [0, 1, 4])
-@pytest.mark.parametrize("blocks", [[7], [3, 5], [1, 1, 7]])
+@pytest.mark.parametrize(("sinks", "blocks"), [(0, [7]), (1, [1, 1, 7]), (4, [3, 5])])
 def test_kept_equal_the_slow_twin(sinks, blocks):
     trial, twin = random_pair(1, blocks, 5, "streaming", sinks=sinks)
     assert trial.protected() == twin.protected()

@@ -23,6 +23,7 @@ from tests.cache.test_moments import OWN, YARN
 from tests.cache.test_oracle import follow
 from tests.contract.cases import Case
 from tests.contract.checks import CHECKS
+from tests.contract.test_contract import OF_PAIRS
 from tests.models_for_tests import (
     FAMILIES,
     anchored_model,
@@ -165,16 +166,15 @@ def same_as_the_oracle(model, mode="full", length=61, interleaved=False, **optio
         24,
         mode,
         prompt(length),
-        new=22,
+        new=12,
         kind=AskingOracle,
     )
 
 
-@pytest.mark.few(4)
-@pytest.mark.each_once
-@pytest.mark.parametrize("mode", ["full", "block:20"])
-@pytest.mark.parametrize("options", [{"recent": 3}, {"recent": 128, "horizon": 6}])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("mode", "options", "family"),
+    [("block:20", {"recent": 3}, "llama"), ("full", {"recent": 128, "horizon": 6}, "qwen3")],
+)
 def test_kept_positions_and_logits_equal_the_oracle(mode, options, family):
     same_as_the_oracle(anchored_model(family), mode, prompt=False, **options)
 
@@ -184,7 +184,6 @@ def test_the_prompt_stays_as_in_the_oracle():
         same_as_the_oracle(anchored_model("llama"), length=13, prompt=True, recent=recent)
 
 
-@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "interleaved"), [("yarn", False), ("cohere", True), ("glm4", True)]
 )
@@ -197,7 +196,7 @@ def test_other_rotations_equal_the_oracle(family, interleaved, monkeypatch):
     same_as_the_oracle(model, interleaved=interleaved, prompt=False, recent=3)
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "gemma3", "smollm3", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("family", ["opt", "gemma3", "smollm3", "gpt_neox"])
 def test_other_families_cut_and_go_on(family, monkeypatch):
     """Without RoPE, with layers that rotate otherwise or not at all, with half a head that does."""
     monkeypatch.setattr("tests.models_for_tests.FAMILIES", FAMILIES | OWN)
@@ -306,10 +305,8 @@ def test_a_file_with_lengths_below_0_is_refused(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "modifier", ["ada", "ada+int8", "d2o-merge", "calidrop(calibration_size=9)", "int8", "duo"]
-)
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("modifier", ["ada+int8", "d2o-merge", "calidrop(calibration_size=9)"])
+@pytest.mark.parametrize("name", OF_PAIRS)
 def test_the_contract_holds_with_modifiers(modifier, name):
     CHECKS[name](Case(f"triattention(every=7,prompt=false)+{modifier}", "again"))
 

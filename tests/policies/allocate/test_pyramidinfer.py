@@ -29,19 +29,22 @@ def test_the_authors_mean_gives_the_authors_layers():
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.3, 0.9, 1.0])
-@pytest.mark.parametrize(("n", "layers"), [(1000, 8), (300, 3), (64, 5), (4096, 32), (7, 1)])
-def test_the_schedule_is_the_plain_loop(n, layers, decay):
+def test_the_schedule_is_the_plain_loop(decay):
+    for n, layers in [(1000, 8), (300, 3), (64, 5), (4096, 32), (7, 1)]:
+        assert kept_tokens(n, layers, decay) == looped(n, layers, decay)
+
+
+def looped(n, layers, decay):
     recent, context, expected = int(0.2 * n) + 1, n - int(0.2 * n) - 1, []
     for layer in range(layers):
         expected.append(recent + context)
         rise = (math.cos(math.pi * layer / layers) + 1) / 2
         after = int(context * ((1 - decay) * rise + decay) + 1e-9)
         context = after if after >= 64 else min(context, 64)
-    assert kept_tokens(n, layers, decay) == expected
+    return expected
 
 
-@pytest.mark.parametrize("layers", [1, 2, 4, 32])
-@pytest.mark.parametrize("n", [60, 1000, 5000])
+@pytest.mark.parametrize(("n", "layers"), [(60, 2), (1000, 32), (5000, 1), (5000, 4)])
 def test_every_mean_is_spent_exactly_and_no_layer_has_more_than_the_one_above(n, layers):
     for mean in {7, 20, 59, n // 3, n // 2, n - 1}:
         for least in (0, 64):

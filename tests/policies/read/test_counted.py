@@ -12,12 +12,12 @@ from kvtool.policies.read.sparq import SparQ
 
 TOKENS = (1, 2, 7, 16, 48, 49, 200, 1000)
 READERS = [
-    *(Quest(page=page, k=k) for page in (1, 4, 16) for k in (1, 32, 300)),
-    *(HSA(page=page, k1=k1, k=k) for page in (1, 4, 16) for k1 in (1, 8) for k in (1, 33, 2000)),
-    *(SparQ(r=r, k=k) for r in (1, 8) for k in (1, 32, 300)),
+    *(Quest(page=page, k=k) for page, k in ((1, 32), (4, 1), (16, 300))),
+    *(HSA(page=page, k1=k1, k=k) for page, k1, k in ((1, 8, 33), (4, 1, 1), (16, 8, 2000))),
+    *(SparQ(r=r, k=k) for r, k in ((1, 32), (8, 300))),
     SparQ(r=3, k=7, local=1, reallocate=False),
-    *(Loki(d=3, k=k, scope=scope) for k in (1, 300) for scope in ("group", "query_head")),
-    *(ExactTopK(k=k, scope=scope) for k in (1, 300) for scope in ("group", "query_head")),
+    *(Loki(d=3, k=k, scope=scope) for k, scope in ((1, "group"), (300, "query_head"))),
+    *(ExactTopK(k=k, scope=scope) for k, scope in ((1, "query_head"), (300, "group"))),
 ]
 
 

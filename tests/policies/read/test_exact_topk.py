@@ -15,12 +15,12 @@ def test_the_worked_example():
 
 
 @pytest.mark.parametrize("scope", ["query_head", "group"])
-@pytest.mark.parametrize("seed", range(8))
-def test_equals_the_slow_twin(scope, seed):
-    case = random_case(seed, grain=2 if seed % 2 else None)
+def test_equals_the_slow_twin(scope):
     twin = readers.ExactTopK(9, scope)
-    expected = [sorted(row) for row in twin.chosen(*case[:2])]
-    assert chosen(ExactTopK(scope, k=9), *case) == expected
+    for seed in range(8):
+        case = random_case(seed, grain=2 if seed % 2 else None)
+        expected = [sorted(row) for row in twin.chosen(*case[:2])]
+        assert chosen(ExactTopK(scope, k=9), *case) == expected
 
 
 def test_ties_go_to_the_lower_position():

@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import pytest
@@ -32,12 +33,11 @@ def test_the_worked_example():
     assert reader.choose(view).slots[0, 0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("scope", ["group", "query_head"])
-def test_equals_the_slow_twin(scope, seed):
-    case = random_case(seed)
-    basis = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))).Q
-    for d in (1, 3, 8):
+def test_equals_the_slow_twin(scope):
+    for seed, d in itertools.product(range(6), (1, 3, 8)):
+        case = random_case(seed)
+        basis = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(seed))).Q
         twin = readers.Loki(basis.T[:d].tolist(), 9, scope)
         expected = [sorted(row) for row in twin.chosen(*case[:2])]
         assert chosen(Loki(d, 9, scope=scope), *case, basis=basis[None]) == expected

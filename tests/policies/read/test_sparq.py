@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -39,11 +41,10 @@ def test_the_worked_example():
     torch.testing.assert_close(torch.tensor(twin), out)
 
 
-@pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("local", [0, 3])
-def test_equals_the_slow_twin(local, seed):
-    case = random_case(seed)
-    for r in (1, 3, 8):
+def test_equals_the_slow_twin(local):
+    for seed, r in itertools.product(range(6), (1, 3, 8)):
+        case = random_case(seed)
         twin = readers.SparQ(r, 9, local)
         assert chosen(SparQ(r, 9, local), *case) == [sorted(x) for x in twin.chosen(*case[:2])]
         ours = read(SparQ(r, 9, local), *case)

@@ -89,9 +89,7 @@ def test_empty_slots_belong_to_no_run():
     assert order[0, [4, 2, 1]].tolist() == [0, 1, 2]
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("mode", ["full", "block:20"])
-@pytest.mark.parametrize("budget", [24, 40])
+@pytest.mark.parametrize(("mode", "budget"), [("full", 24), ("block:20", 40)])
 def test_kept_positions_and_logits_equal_the_oracle(mode, budget):
     follow(
         anchored_model("llama"),
@@ -99,15 +97,8 @@ def test_kept_positions_and_logits_equal_the_oracle(mode, budget):
         "snapkv(window=6)+chunk",
         budget,
         mode,
-        prompt(90),
+        prompt(70),
     )
-
-
-@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "snapkv+caote", "snapkv+calidrop"])
-def test_policies_that_cut_a_prompt_take_it(policy):
-    spelled = str(parse_policy(f"{policy}+chunk(length=8)"))
-    assert "+chunk(length=8)" in spelled
-    assert str(parse_policy(spelled)) == spelled
 
 
 @pytest.mark.parametrize(
