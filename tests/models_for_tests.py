@@ -1,7 +1,7 @@
 """The tiny models of all tests: random weights, one function for each kind, each built only once.
 
 What a function returns is a copy, for a test to change as it likes; its template is built at the
-first call in a process. Benchmarks have larger models of their own (`tests.benchmarks.models`).
+first call in a process. Benchmarks have larger models of their own (`recipes.benchmarks.models`).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ import torch
 
 from kvtool import parse_policy
 from kvtool.models.load import load_tokenizer
-from tests.benchmarks import __main__ as all_of_them
-from tests.benchmarks import headline, kvpress, kvpress_answers, llama_cpp
-from tests.benchmarks.models import build_models
+from recipes.benchmarks import __main__ as all_of_them
+from recipes.benchmarks import headline, kvpress, kvpress_answers, llama_cpp
+from recipes.benchmarks.models import build_models
 
 TINY = ("--shape", "tiny", "--backend", "eager", "--budget", "16", "--policies", "h2o")
 
@@ -191,7 +191,7 @@ ELSEWHERE = ("kvpress_side", "kvpress_answers_side", "llama_cpp_side")  # in oth
 
 
 def test_no_benchmark_is_left_out():
-    files = (Path(__file__).parent / "benchmarks").glob("*.py")
+    files = (Path(__file__).parents[1] / "recipes" / "benchmarks").glob("*.py")
     assert {file.stem for file in files} - {"__init__", "__main__"} == {*SMOKE, *DRIVEN, *ELSEWHERE}
 
 
@@ -219,7 +219,7 @@ def test_benchmarks_run_one_after_another_each_with_its_arguments(monkeypatch, c
 
     monkeypatch.setattr(subprocess, "run", record)
     assert all_of_them.main(["long", "calidrop"]) == 1
-    assert run == [["tests.benchmarks.long"], ["tests.benchmarks.calidrop"]]
+    assert run == [["recipes.benchmarks.long"], ["recipes.benchmarks.calidrop"]]
     assert all_of_them.main(["waits"]) == 1
     assert [program[0].rpartition(".")[2] for program in run[2:]] == [*all_of_them.WAITS]
     assert all_of_them.main(["long", "quick"]) == 2
@@ -229,7 +229,7 @@ def test_benchmarks_run_one_after_another_each_with_its_arguments(monkeypatch, c
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SMOKE)
 def test_every_benchmark_runs_in_small_and_prints_a_line(name, tmp_path, monkeypatch, capsys):
-    module = import_module(f"tests.benchmarks.{name}")
+    module = import_module(f"recipes.benchmarks.{name}")
     if hasattr(module, "build_models"):
         monkeypatch.setattr(module, "build_models", partial(build_models, "tiny"))
     monkeypatch.setattr(sys, "argv", [name, *SMOKE[name].format(tmp=tmp_path).split()])

@@ -15,17 +15,17 @@ import torch
 import kvtool
 from kvtool.cache.cache import KVCache
 from kvtool.kernels.kind import Family
-from tests.benchmarks.gpu import __main__ as command
-from tests.benchmarks.gpu import kernels, memory, ran, right, speed
-from tests.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case
-from tests.benchmarks.gpu.settings import PARTS, Settings
-from tests.benchmarks.models import build_models
-from tests.benchmarks.reading import filled, random_slots
+from recipes.benchmarks.gpu import __main__ as command
+from recipes.benchmarks.gpu import kernels, memory, ran, right, speed
+from recipes.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case
+from recipes.benchmarks.gpu.settings import PARTS, Settings
+from recipes.benchmarks.models import build_models
+from recipes.benchmarks.reading import filled, random_slots
 
 pytestmark = pytest.mark.exhaustive
 
 REPOSITORY = Path(__file__).parents[1]
-PAGE = (REPOSITORY / "tests" / "benchmarks" / "README.md").read_text()
+PAGE = (REPOSITORY / "recipes" / "benchmarks" / "README.md").read_text()
 CPU = machine("cpu", True)
 
 
@@ -40,7 +40,7 @@ def small_run(tmp_path_factory):
     file = tmp_path_factory.mktemp("run") / "run.json"
     options = ("--device", "cpu", "--tiny", "--json", str(file))
     done = subprocess.run(
-        [sys.executable, "-m", "tests.benchmarks.gpu", *options],
+        [sys.executable, "-m", "recipes.benchmarks.gpu", *options],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -279,8 +279,8 @@ def test_a_worker_that_dies_costs_its_case_alone(tmp_path):
     file = tmp_path / "run.json"
     script = (
         "import os, sys\n"
-        "from tests.benchmarks.gpu import right, __main__ as command\n"
-        "from tests.benchmarks.gpu.results import Case\n"
+        "from recipes.benchmarks.gpu import right, __main__ as command\n"
+        "from recipes.benchmarks.gpu.results import Case\n"
         "def cases(settings):\n"
         "    yield Case('dies', lambda: os._exit(9))\n"
         "    yield Case('lives', dict)\n"
@@ -315,8 +315,8 @@ def test_cases_that_measure_no_time_run_beside_one_another(tmp_path):
     file, script = tmp_path / "run.json", tmp_path / "script.py"
     script.write_text(
         "import os, sys, time\n"
-        "from tests.benchmarks.gpu import memory, right, __main__ as command\n"
-        "from tests.benchmarks.gpu.results import Case\n"
+        "from recipes.benchmarks.gpu import memory, right, __main__ as command\n"
+        "from recipes.benchmarks.gpu.results import Case\n"
         "def meets(name, other):\n"
         f"    open(r'{tmp_path}/' + name, 'w').close()\n"
         "    while not os.path.exists(os.path.join(os.path.dirname(__file__), other)):\n"

@@ -143,7 +143,7 @@ BESIDE = """## The same questions to kvpress
 Six policies and the full cache answer as kvpress does with the presses of the same formulas: codes
 in the same tokens, read with the same weights in float32 ({title}). The text is compressed before
 the question is known, the question stays whole. `kvtool eval` answered on one side, `python -m
-tests.benchmarks.kvpress_answers` has the other. Both cells are shares of codes found, their
+recipes.benchmarks.kvpress_answers` has the other. Both cells are shares of codes found, their
 difference has its paired 95 % interval over {n} texts. *Same answers* are so in every letter.
 """
 

@@ -21,7 +21,7 @@ from kvtool.policies.codec.codec import Codec
 from kvtool.policies.codec.int8 import Int8
 from kvtool.policies.policy import compose
 from kvtool.policies.scores.h2o import H2O
-from tests.benchmarks.gpu.right import (
+from recipes.benchmarks.gpu.right import (
     CODED,
     COMPILED,
     LOGITS,

@@ -1,1 +1,0 @@
-"""Everything about a GPU in one command: `python -m tests.benchmarks.gpu --help`."""
