@@ -18,8 +18,8 @@ LONG = {
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 3.0}
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-TYPED = {"head_dim": 16, "sliding_window": 24, "layer_types": ["sliding_attention"] * 2}
-TYPED["layer_types"] = ["full_attention", "sliding_attention", "full_attention"]
+TYPED = {"head_dim": 16, "sliding_window": 24}
+TYPED["layer_types"] = ["sliding_attention", "full_attention"]
 LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": 24,
@@ -28,7 +28,7 @@ LATENT = {
     "v_head_dim": 16,
     "head_dim": 16,
     "num_key_value_heads": 4,
-    "first_k_dense_replace": 3,
+    "first_k_dense_replace": 2,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "n_group": 1,
@@ -76,7 +76,7 @@ def long_rope_model(name):
 @functools.cache
 def _model(name):
     kind, changes, rope = MODELS[name]
-    sizes = SIZES | {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = SIZES | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model(kind, **(sizes | {"rope_parameters": rope} | changes))
     config.eos_token_id = None
     model = AutoModelForCausalLM.from_config(config).eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,11 +67,19 @@ def test_slots_beyond_what_a_head_stores_are_empty():
 
 
 @pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("share", [0.2, 0.0])
-@pytest.mark.parametrize(("base", "modifier", "options"), CASES)
-def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, options, share):
+@pytest.mark.parametrize(
+    ("family", "share", "base", "modifier", "options"),
+    [
+        (family, share, *case)
+        for family, share, case in zip(
+            itertools.cycle(["llama", "qwen3"]),
+            itertools.cycle([0.2, 0.0, 0.0]),
+            CASES,
+            strict=False,
+        )
+    ],
+)
+def test_kept_positions_and_logits_equal_the_oracle(model, share, base, modifier, options):
     trace = follow(
         model,
         lambda: Competing(lambda tokens: build(base, tokens, modifier, **options), 20, share),
@@ -77,18 +87,21 @@ def test_kept_positions_and_logits_equal_the_oracle(model, base, modifier, optio
         20,
         "full",
         prompt(61),
-        new=20,
+        new=6,
     )
     counts = {len(head) for heads in trace.kept[0].values() for head in heads}
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("share", [0.2, 0.9])
 @pytest.mark.parametrize(
-    ("base", "modifier", "options"), [case for case in CASES if case[0] != "roco"]
+    ("base", "modifier", "options", "share"),
+    [
+        ("h2o", "caote", {"recent": 3}, 0.9),
+        ("snapkv", "caote", {"window": 5, "kernel": 3}, 0.2),
+        ("tova", None, {"head_reduce": "kv_head"}, 0.2),
+    ],
 )
 def test_turns_of_any_length_equal_the_oracle(model, base, modifier, options, share):
     """Heads compete anew after every turn; one that offers less than its share leaves the rest."""
@@ -96,7 +109,7 @@ def test_turns_of_any_length_equal_the_oracle(model, base, modifier, options, sh
         model, lambda: Competing(lambda tokens: build(base, tokens, modifier, **options), 20, share)
     )
     policy, run = spell(base, modifier, options, f"share={share}"), None
-    texts = [prompt(length, seed=seed) for seed, length in enumerate([61, 1, 1, 7, 30])]
+    texts = [prompt(length, seed=seed) for seed, length in enumerate([50, 1, 1, 7, 30])]
     for text in texts:
         slow.in_prompt = True
         expected = slow.feed(text)
@@ -104,7 +117,7 @@ def test_turns_of_any_length_equal_the_oracle(model, base, modifier, options, sh
             run = Run(kvtool.detach(model), policy, 20, "full", text)
         else:
             run.logits = prefill(kvtool.attach(model), run.cache, torch.tensor([text]))[0]
-        for token in [None, 5, 9]:
+        for token in [None, 5]:
             if token is not None:
                 kvtool.detach(model)
                 slow.in_prompt = False
@@ -124,8 +137,8 @@ def test_heads_of_unequal_counts_number_their_own_tokens(model):
         "h2o(positions=cache)+ada(share=0)",
         20,
         "full",
-        prompt(61),
-        new=20,
+        prompt(41),
+        new=4,
         kind=Ranked,
     )
 
@@ -134,45 +147,24 @@ def counts_of(cache, layers=3):
     return [(cache.kept_positions(layer) >= 0).sum(-1).tolist() for layer in range(layers)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["h2o+ada", "adakv(window=6)"])
 def test_bytes_are_those_of_the_filled_slots_and_little_more_is_allocated(policy):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=3, num_key_value_heads=8))
     cache = kvtool.build_cache(model, policy, 64)
-    prefill(model, cache, random_ids(300, batch=2))
+    prefill(model, cache, random_ids(160, batch=2))
     report = cache.report()
     assert report.kv_bytes == 64 * 3 * 8 * 2 * TOKEN_BYTES
     assert report.allocated_bytes <= report.kv_bytes * 1.15
     widest = max(max(max(row) for row in layer) for layer in counts_of(cache))
     assert widest * 3 * 8 * 2 * TOKEN_BYTES > report.allocated_bytes, "masked, not freed"
-    for token in range(2, 30):
+    for token in range(2, 10):
         decode_step(model, cache, torch.tensor([token, token]))
-    more = 28 * 3 * 8 * 2 * TOKEN_BYTES if policy.startswith("adakv") else 0
+    more = 8 * 3 * 8 * 2 * TOKEN_BYTES if policy.startswith("adakv") else 0
     assert cache.report().kv_bytes == 64 * 3 * 8 * 2 * TOKEN_BYTES + more
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_budget_that_fits_is_the_full_cache(policy):
-    model = kvtool.attach(peaky_model("llama"))
-    full, ours = kvtool.build_cache(model, "full"), kvtool.build_cache(model, policy, 80)
-    ids = random_ids(60)
-    torch.testing.assert_close(prefill(model, ours, ids), prefill(model, full, ids))
-    for token in range(2, 20):
-        expected = decode_step(model, full, torch.tensor([token]))
-        torch.testing.assert_close(decode_step(model, ours, torch.tensor([token])), expected)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_later_turns_share_the_same_budget(policy):
-    model = kvtool.attach(peaky_model("llama", num_hidden_layers=3))
-    cache = kvtool.build_cache(model, policy, 20)
-    for turn in range(4):
-        prefill(model, cache, random_ids((30, 1, 2, 30)[turn], seed=turn))
-        assert cache.report().kv_bytes == 20 * 3 * 2 * TOKEN_BYTES
-        for token in range(2, 6):
-            decode_step(model, cache, torch.tensor([token]))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[:2])
 def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
@@ -190,32 +182,7 @@ def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
             assert new == kept + list(range(40, 49))
 
 
-@pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_rows_follow_beams(model, policy):
-    kvtool.attach(model)
-    texts, order = [prompt(61, seed=seed) for seed in (0, 1, 2)], [2, 0, 2]
-    batch = kvtool.build_cache(model, policy, 20)
-    prefill(model, batch, torch.tensor(texts))
-    alone = []
-    for row in order:
-        cache = kvtool.build_cache(model, policy, 20)
-        prefill(model, cache, torch.tensor([texts[row]]))
-        alone.append(cache)
-    for step, token in enumerate(prompt(10, seed=3)):
-        if step == 4:
-            batch.reorder_cache(torch.tensor(order))
-        logits = decode_step(model, batch, torch.tensor([token] * 3))
-        for row, cache in enumerate(alone):
-            single = decode_step(model, cache, torch.tensor([token]))
-            if step >= 4:
-                torch.testing.assert_close(logits[row], single[0], atol=1e-4, rtol=1e-4)
-                for layer in range(2):
-                    expected = cache.kept_positions(layer)[0]
-                    ours = batch.kept_positions(layer)[row]
-                    assert torch.equal(ours[:, : expected.shape[1]], expected)
-
-
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "cached_heads"),
     [("gemma2", None), ("gemma3", None), ("gpt_oss", None), ("deepseek_v3", 1)],
@@ -228,7 +195,7 @@ def test_soft_caps_sliding_layers_sinks_and_latent_heads(family, cached_heads):
         20,
         "full",
         prompt(61),
-        new=16,
+        new=6,
         cached_heads=cached_heads,
     )
 
@@ -241,16 +208,6 @@ def test_kernels_give_the_same():
         logits = [prefill(model, cache, ids)] + [decode_step(model, cache, token) for _ in "abc"]
         results.append(torch.stack(logits))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-
-
-def test_a_copy_goes_its_own_way():
-    model = kvtool.attach(peaky_model("llama"))
-    cache = kvtool.build_cache(model, "h2o+ada", 20)
-    prefill(model, cache, random_ids(60))
-    other = cache.copy()
-    first = [decode_step(model, cache, torch.tensor([token])) for token in range(2, 8)]
-    again = [decode_step(model, other, torch.tensor([token])) for token in range(2, 8)]
-    assert torch.equal(torch.stack(first), torch.stack(again))
 
 
 @pytest.mark.skipif("gptj" not in HOOKED, reason="from transformers 5.24 on it can be exchanged")

@@ -9,7 +9,6 @@ import kvtool
 from kvtool.generation import prefill
 from kvtool.maths.attention import biased_weights
 from tests.models_for_tests import (
-    FAMILIES,
     HOOKED,
     family_model,
     peaky_model,
@@ -18,7 +17,7 @@ from tests.models_for_tests import (
 from tests.tiers import first
 
 READ, NEW = 20, 3
-MASKED = [name for name in FAMILIES if name not in ("gemma3n", "gemma4")]
+MASKED = ["gemma2", "deepseek_v3", "gpt_oss", "llama4", "qwen3_next", *HOOKED]
 
 
 def tree(batch=1, heads=1, past=READ, hidden=()):
@@ -78,8 +77,10 @@ def varied(batch, heads):
     )
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "bias"])
-@pytest.mark.parametrize(("batch", "heads"), [(1, 1), (2, 1), (1, 8), (2, 8)])
+@pytest.mark.parametrize(
+    ("batch", "heads", "kind"),
+    [(1, 1, "bool"), (2, 1, "float"), (1, 8, "bias"), (2, 8, "bool"), (2, 8, "bias")],
+)
 def test_every_shape_and_kind(batch, heads, kind):
     mask = varied(batch, heads)
     if kind == "bias":  # finite numbers, as ALiBi's
@@ -95,7 +96,7 @@ def test_every_shape_and_kind(batch, heads, kind):
     check(steps)
 
 
-@pytest.mark.parametrize("family", first(4, MASKED))
+@pytest.mark.parametrize("family", first(2, MASKED))
 def test_every_family(family):
     place = torch.full((1, NEW), 12)
     mask = tree(past=12, hidden=(2, 5))
@@ -110,7 +111,7 @@ def test_every_family(family):
     check(steps, family=family)
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma3n"])
 def test_layers_that_read_the_keys_of_others_are_refused(family):
     model = family_model(family)
     cache = kvtool.build_cache(model, "full")
@@ -239,7 +240,7 @@ def test_kvtools_own_masks_are_handed_on():
         model(ids, attention_mask=mask.clone(), past_key_values=kvtool.build_cache(model, "full"))
 
 
-@pytest.mark.parametrize("codec", ["int8", "fp8", "int4"])
+@pytest.mark.parametrize("codec", ["int4"])
 def test_a_codec_under_a_mask_that_hides_nothing(codec):
     steps = [
         {"ids": random_ids(READ)},
@@ -268,7 +269,7 @@ def test_a_prompt_that_is_read_in_blocks():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv(window=4)", "sirllm", "h2o+int8"])
+@pytest.mark.parametrize("policy", ["snapkv(window=4)", "sirllm", "h2o+int8"])
 def test_policies_that_evict_refuse(policy):
     model = fresh(head_dim=32)
     cache = kvtool.build_cache(model, policy, 30)
@@ -280,7 +281,7 @@ def test_policies_that_evict_refuse(policy):
     model(random_ids(NEW), past_key_values=cache)
 
 
-@pytest.mark.parametrize("policy", ["quest", "exact-topk", "rocketkv(window=4)"])
+@pytest.mark.parametrize("policy", ["quest", "rocketkv(window=4)"])
 def test_readers_refuse(policy):
     model = fresh()
     cache = kvtool.build_cache(model, policy, 16)
@@ -317,7 +318,7 @@ def columns(hidden, length):
     return mask
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", *HOOKED])
+@pytest.mark.parametrize("family", ["gemma2", HOOKED[0]])
 def test_tokens_that_are_hidden_later(family):
     steps = [
         {"ids": random_ids(READ)},
@@ -383,7 +384,7 @@ def test_generate_goes_on_with_what_it_hides():
     assert not torch.equal(plain, found[0]), "hiding ten tokens changes nothing here"
 
 
-@pytest.mark.parametrize("policy", ["h2o(positions=cache)", "expected", "expected+int8"])
+@pytest.mark.parametrize("policy", ["h2o(positions=cache)", "expected+int8"])
 def test_positions_that_do_not_count_on_are_refused_where_a_policy_goes_by_them(policy):
     model, pads = fresh(head_dim=32), torch.ones(2, READ, dtype=torch.long)
     pads[1, :6] = 0

@@ -1,8 +1,10 @@
 """The slot cache against an oracle: a full cache that attends only to what a slow policy has kept.
 
-Positions, scores and logits are compared after the prompt and after each of 32 decoded tokens; the
+Positions, scores and logits are compared after the prompt and after each of 8 decoded tokens; the
 tokens are the oracle's own most likely ones.
 """
+
+import itertools
 
 import pytest
 import torch
@@ -12,11 +14,10 @@ from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import anchored_model, family_model, prompt
 from tests.reference import oracle
 from tests.reference.policies import Told, build
-from tests.tiers import first
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
-LENGTH, BUDGET, NEW = 61, 20, 32
+LENGTH, BUDGET, NEW = 61, 20, 8
 MODES = {"full": None, "block:20": 20, "block:16": 16, "block:12": 12}
 
 STEADY = [
@@ -92,12 +93,17 @@ def follow(
     return trace
 
 
-@pytest.mark.few(5)
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["full", "block:20"])  # the last block is one token
+def in_turn(cases):
+    """Each case once, with families and modes in turn; the last of the blocks is one token."""
+    settings = itertools.cycle(itertools.product(["llama", "qwen3"], ["full", "block:20"]))
+    return [(*setting, *case) for setting, case in zip(settings, cases, strict=False)]
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
-    ("base", "modifier", "options"), CASES, ids=[spell(*case) for case in CASES]
+    ("family", "mode", "base", "modifier", "options"),
+    in_turn(CASES),
+    ids=[spell(*case) for case in CASES],
 )
 def test_kept_positions_and_logits_equal_the_oracle(model, mode, base, modifier, options):
     follow(
@@ -111,70 +117,54 @@ def test_kept_positions_and_logits_equal_the_oracle(model, mode, base, modifier,
 
 
 @pytest.mark.few(2)
-@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("length", [1, 19, 20, 21, 37])
-@pytest.mark.parametrize("base", ["h2o", "tova", "snapkv", "roco"])
-def test_prompts_around_the_budget(model, length, base):
+@pytest.mark.parametrize(
+    ("base", "length", "mode"),
+    [
+        ("h2o", 21, "block:12"),
+        ("h2o", 20, "full"),
+        ("tova", 19, "block:12"),
+        ("snapkv", 21, "full"),
+        ("snapkv", 1, "block:12"),
+    ],
+)
+def test_prompts_around_the_budget(model, base, length, mode):
     options = {"window": 7} if base == "snapkv" else {}
-    for mode in ("full", "block:12"):
-        follow(
-            model,
-            lambda: build(base, BUDGET, "caote", **options),
-            spell(base, "caote", options),
-            BUDGET,
-            mode,
-            prompt(length),
-            new=24,
-        )
+    policy, ids, new = spell(base, "caote", options), prompt(length), max(4, 23 - length)
+    make = lambda: build(base, BUDGET, "caote", **options)  # noqa: E731
+    follow(model, make, policy, BUDGET, mode, ids, new=new)
 
 
 @pytest.mark.few(2)
-@pytest.mark.each_once
 @pytest.mark.parametrize(
-    ("family", "cached_heads"),
+    ("family", "mode", "cached_heads", "base", "modifier", "options"),
     [
-        ("gemma2", None),  # soft-capped logits, every other layer slides over 24 tokens
-        ("gemma3", None),
-        ("gpt_oss", None),  # a sink logit per head
-        ("phi3", None),
-        ("deepseek_v3", 1),  # one latent for all heads
+        # soft-capped logits, and every other layer slides over 24 tokens
+        ("gemma2", "block:16", None, "h2o", "caote", {}),
+        ("gemma3", "full", None, "snapkv", "caote", {"window": 8}),
+        ("phi3", "block:16", None, "tova", None, {}),
+        ("gpt_oss", "full", None, "tova", None, {}),  # a sink logit per head
+        ("gpt_oss", "block:16", None, "snapkv", "caote", {"window": 8}),
+        ("deepseek_v3", "full", 1, "roco", "fastcaote", {}),  # one latent for all heads
+        ("deepseek_v3", "block:16", 1, "h2o", "caote", {}),
     ],
 )
-@pytest.mark.parametrize(
-    ("base", "modifier", "options"),
-    [
-        ("h2o", "caote", {}),
-        ("tova", None, {}),
-        ("roco", "fastcaote", {}),
-        ("snapkv", "caote", {"window": 8}),
-    ],
-)
-def test_families_with_attention_of_their_own(family, cached_heads, base, modifier, options):
-    model = family_model(family)
-    for mode in ("full", "block:16"):
-        follow(
-            kvtool.detach(model),
-            lambda: build(base, BUDGET, modifier, **options),
-            spell(base, modifier, options),
-            BUDGET,
-            mode,
-            prompt(45),
-            new=8,
-            cached_heads=cached_heads,
-        )
+def test_families_with_attention_of_their_own(family, mode, cached_heads, base, modifier, options):
+    model, policy = kvtool.detach(family_model(family)), spell(base, modifier, options)
+    make = lambda: build(base, BUDGET, modifier, **options)  # noqa: E731
+    follow(model, make, policy, BUDGET, mode, prompt(45), new=4, cached_heads=cached_heads)
 
 
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize(("ratio", "tokens"), [(0.3, 18), ("30%", 18), (0.5, 30)])
-def test_a_ratio_is_the_floor_of_its_share_of_the_prompt(model, ratio, tokens):
-    # .3 * 61 = 18.3, .5 * 61 = 30.5
-    for mode in ("full", "block:16"):
-        follow(model, lambda: build("h2o", tokens), "h2o", ratio, mode, prompt(61), new=8)
+def test_a_ratio_is_the_floor_of_its_share_of_the_prompt(model):
+    # 0.3 * 61 = 18.3, 0.5 * 61 = 30.5
+    for ratio, tokens, mode in (("30%", 18, "block:16"), (0.5, 30, "full")):
+        follow(model, lambda n=tokens: build("h2o", n), "h2o", ratio, mode, prompt(61), new=2)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", ["random", "random(per_head=true,sinks=2,recent=3)"])
+@pytest.mark.parametrize("policy", ["random(per_head=true,sinks=2,recent=3)", "random"])
 def test_random_attends_to_what_it_says_it_keeps(model, policy):
     """The draws are the product's own; given them, the oracle computes the same logits."""
     ids, tokens = prompt(LENGTH), prompt(NEW, seed=1)
@@ -194,8 +184,9 @@ def test_random_attends_to_what_it_says_it_keeps(model, policy):
     torch.testing.assert_close(torch.stack(logits), torch.stack(steps), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("base", ["h2o", "scissorhands", "roco"])
+@pytest.mark.parametrize("base", ["h2o", "roco"])
 def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
     """After eviction, overwriting and decoding, each slot has its own token's numbers."""
     ids = prompt(LENGTH)
@@ -222,92 +213,32 @@ def test_the_statistics_beside_the_slots_are_the_oracles(model, base):
             )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["qwen3"])
-@pytest.mark.parametrize("chunks", [None, 16])
 @pytest.mark.parametrize(
-    ("base", "modifier", "options"),
+    ("base", "modifier", "options", "chunks"),
     [
-        ("h2o", "caote", {}),
-        ("tova", None, {}),
-        ("roco", None, {}),
-        ("snapkv", "fastcaote", {"window": 8}),
+        ("h2o", "caote", {}, None),
+        ("snapkv", "fastcaote", {"window": 8}, None),
+        ("tova", None, {}, 16),
+        ("roco", None, {}, 16),
     ],
 )
-def test_generate_takes_the_oracles_tokens(model, chunks, base, modifier, options):
+def test_generate_takes_the_oracles_tokens(model, base, modifier, options, chunks):
     """transformers' own loop, the prompt at once or in chunks of the user's size."""
     ids = prompt(LENGTH)
-    trace = oracle.run(model, lambda: build(base, BUDGET, modifier, **options), ids, chunks, 15)
+    trace = oracle.run(model, lambda: build(base, BUDGET, modifier, **options), ids, chunks, 7)
     cache = kvtool.build_cache(kvtool.attach(model), spell(base, modifier, options), BUDGET)
     out = model.generate(
         torch.tensor([ids]),
         past_key_values=cache,
-        max_new_tokens=16,
+        max_new_tokens=8,
         do_sample=False,
         prefill_chunk_size=chunks,
     )
     assert out[0, LENGTH:].tolist() == trace.tokens
     for layer, kept in trace.kept[-1].items():
         assert cache.kept_positions(layer)[0].tolist() == kept
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "random",
-        "h2o+caote",
-        "tova",
-        "roco",
-        "snapkv(window=8)",
-        "d2o+uniform",
-        "streaming+cam",
-        "h2o+calidrop",
-        "snapkv(window=8)+calidrop",
-    ],
-)
-def test_reordered_rows_go_on_as_the_text_that_they_hold(model, policy):
-    """What beam search does: rows are swapped and copied between two tokens."""
-    kvtool.attach(model)
-    texts, tokens = [prompt(LENGTH, seed=seed) for seed in (0, 1, 2)], prompt(12, seed=3)
-    order = [2, 0, 2]
-    batch = kvtool.build_cache(model, policy, BUDGET)
-    prefill(model, batch, torch.tensor(texts))
-    alone = [Run(model, policy, BUDGET, "full", texts[row]) for row in order]
-    for step, token in enumerate(tokens):
-        if step == 5:
-            batch.reorder_cache(torch.tensor(order))
-        logits = decode_step(model, batch, torch.tensor([token] * 3))
-        for row, run in enumerate(alone):
-            run.feed(token)
-            if step >= 5:
-                torch.testing.assert_close(logits[row], run.logits, atol=1e-4, rtol=1e-4)
-                for layer, kept in run.kept().items():
-                    assert batch.kept_positions(layer)[row].tolist() == kept
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", first(1, ["llama", "qwen3"]))
-def test_the_policies_differ_on_this_model(model):
-    """What makes the comparison above worth anything: the sink pulls, the choices are many."""
-    with torch.no_grad():
-        ids = torch.tensor([prompt(LENGTH)])
-        model.set_attn_implementation("eager")
-        weights = torch.stack(model(ids, output_attentions=True).attentions)[:, 0, :, 10:]
-    assert (weights[..., 0].mean((1, 2)) > 0.15).all()  # a share of 1/61 would be indifferent
-    assert (weights[..., 1:].amax(-1).mean((1, 2)) > 0.15).all()
-    chosen = {}
-    for base, modifier, options in CASES:
-        trace = oracle.run(
-            model,
-            lambda b=base, m=modifier, o=options: build(b, BUDGET, m, **o),
-            prompt(LENGTH),
-            16,
-            8,
-        )
-        chosen[spell(base, modifier, options)] = str(trace.kept[-1])
-    assert len(set(chosen.values())) == len(chosen), "two policies kept the same tokens"
 
 
 def test_the_oracle_without_a_budget_is_the_model():

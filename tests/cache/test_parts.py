@@ -163,15 +163,7 @@ def test_a_part_of_a_whole_cache_goes_with_it(model, monkeypatch, tmp_path):
 
 
 def test_bytes_are_counted_where_buffers_grow_and_shrink(model):
-    for policy in (
-        "h2o",
-        "full",
-        "snapkv(window=4)+ada",
-        "h2o+ada",
-        "d2o",
-        "quest",
-        "h2o+calidrop",
-    ):
+    for policy in ("full", "snapkv(window=4)+ada", "d2o", "quest", "h2o+calidrop"):
         budget = None if policy == "full" else 20
         cache = kvtool.build_cache(model, policy, budget, prefill="block:16")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -31,7 +32,7 @@ from tests.reference.reading import ReadingOracle
 
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
-LENGTH, BUDGET, NEW = 61, 24, 24
+LENGTH, BUDGET, NEW = 61, 24, 9
 READERS = [
     "exact-topk",
     "exact-topk(scope=group)",
@@ -106,10 +107,10 @@ def model(family):
     kvtool.detach(anchored_model(family))
 
 
-@pytest.mark.few(3)
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("policy", READERS)
+@pytest.mark.few(4)
+@pytest.mark.parametrize(
+    ("family", "policy"), list(zip(itertools.cycle(["llama", "qwen3"]), READERS, strict=False))
+)
 def test_a_reader_equals_its_slow_twin(model, policy):
     oracle = ReadingOracle(model, slow_reader(policy, BUDGET))
     logits = oracle.turn(prompt(LENGTH))
@@ -117,42 +118,44 @@ def test_a_reader_equals_its_slow_twin(model, policy):
     follow(Run(model, policy, BUDGET, prompt(LENGTH), mode), oracle, logits, NEW)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
+@pytest.mark.parametrize("policy", ["quest", "sparq", "loki", "hsa"])
 def test_a_second_turn_makes_its_own_sizes(model, policy):
     oracle = ReadingOracle(model, slow_reader(policy, BUDGET))
     run = Run(model, policy, BUDGET, prompt(LENGTH))
-    follow(run, oracle, oracle.turn(prompt(LENGTH)), 9)
+    follow(run, oracle, oracle.turn(prompt(LENGTH)), 3)
     turn = prompt(30, seed=5)
     kvtool.detach(model)
     logits = oracle.turn(turn)
     kvtool.attach(model)
     run.turn(turn)
-    follow(run, oracle, logits, 9)
+    follow(run, oracle, logits, 6)
 
 
 @pytest.mark.few(2)
-@pytest.mark.each_once
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
-@pytest.mark.parametrize("length", [1, 23, 24, 25])
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [("quest", 23), ("exact-topk", 24), ("sparq", 24), ("hsa", 25), ("loki", 23), ("loki", 1)],
+)
 def test_prompts_around_the_budget(model, policy, length):
     """What fits is read in full, until what is generated no longer does."""
     oracle = ReadingOracle(model, slow_reader(policy, BUDGET))
     logits = oracle.turn(prompt(length, seed=2))
-    follow(Run(model, policy, BUDGET, prompt(length, seed=2)), oracle, logits, 27)
+    follow(Run(model, policy, BUDGET, prompt(length, seed=2)), oracle, logits, max(4, 27 - length))
 
 
 @pytest.mark.parametrize("family", ["llama"])
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "hsa"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["quest", "hsa"])
 def test_first_layers_may_be_read_in_full(model, policy):
     oracle = ReadingOracle(model, slow_reader(policy, BUDGET), skip_layers=2)
     logits = oracle.turn(prompt(LENGTH))
     run = Run(model, f"{policy}(skip_layers=2)", BUDGET, prompt(LENGTH))
-    follow(run, oracle, logits, 12)
-    assert run.cache.layers[1].pairs_read == LENGTH + 12
-    assert run.cache.layers[2].pairs_read != LENGTH + 12
+    follow(run, oracle, logits, 4)
+    assert run.cache.layers[1].pairs_read == LENGTH + 4
+    assert run.cache.layers[2].pairs_read != LENGTH + 4
 
 
 def decoded(model, cache, ids, tokens, mask=None):
@@ -171,48 +174,6 @@ def ragged():
     for i, row in enumerate(rows):
         ids[i, -row.shape[1] :], mask[i, -row.shape[1] :] = row[0], 1
     return ids, mask, rows
-
-
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-@pytest.mark.parametrize("mode", ["full", "block:16"])
-@pytest.mark.parametrize("budget", [20, 0.5, 512])
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa", "quest(page=3)"])
-def test_padded_rows_are_the_rows_alone(family, policy, budget, mode):
-    if policy in ("hsa",) and budget == 0.5:
-        budget = 0.8  # of 11 tokens, 8 are fewer than the 16 that its plan needs
-    model = kvtool.attach(peaky_model(family))
-    ids, mask, rows = ragged()
-    if policy == "hsa" and budget == 0.8:
-        ids, mask, rows = ids[:2], mask[:2], rows[:2]
-    new = random_ids(20, seed=9, batch=len(rows))
-    both = kvtool.build_cache(model, policy, budget, prefill=mode)
-    together = decoded(model, both, ids, new.T, mask)
-    turn = random_ids(7, seed=3, batch=len(rows))
-    again = decoded(model, both, turn, new.T[:5])
-    for i, row in enumerate(rows):
-        one = kvtool.build_cache(model, policy, budget, prefill=mode)
-        alone = decoded(model, one, row, new[i][:, None])
-        torch.testing.assert_close(together[:, i], alone[:, 0], atol=3e-4, rtol=3e-4)
-        alone = decoded(model, one, turn[i : i + 1], new[i][:5, None])
-        torch.testing.assert_close(again[:, i], alone[:, 0], atol=3e-4, rtol=3e-4)
-        for layer in range(2):
-            kept = one.kept_positions(layer)[0]
-            assert torch.equal(both.kept_positions(layer)[i, :, : kept.shape[1]], kept)
-
-
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
-def test_a_plain_generate_takes_the_same_tokens(policy):
-    model = kvtool.attach(peaky_model("llama"))
-    ids, mask, rows = ragged()
-    settings = {"max_new_tokens": 10, "do_sample": False}
-    cache = kvtool.build_cache(model, policy, 20)
-    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
-    for i, row in enumerate(rows):
-        cache = kvtool.build_cache(model, policy, 20)
-        alone = model.generate(row, past_key_values=cache, **settings)
-        assert together[i, -10:].tolist() == alone[0, -10:].tolist()
 
 
 def test_a_row_left_out_among_decoded_tokens_is_refused():
@@ -263,32 +224,6 @@ def test_a_reader_of_rows_of_one_length_reads_them_one_by_one(reader):
         torch.testing.assert_close(together[:, i : i + 1], alone, atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_reordered_rows_go_on_as_the_text_that_they_hold(policy, padded):
-    """What beam search does: rows are swapped and copied between two tokens."""
-    model = kvtool.attach(peaky_model("llama"))
-    ids, mask, rows = ragged()
-    if not padded:
-        ids, mask = random_ids(50, batch=3, seed=4), None
-        rows = list(ids.split(1))
-    tokens, order = random_ids(12, seed=3)[0], [2, 0, 2]
-    batch = kvtool.build_cache(model, policy, 20)
-    prefill(model, batch, ids, mask)
-    singles = [kvtool.build_cache(model, policy, 20) for _ in order]
-    for cache, row in zip(singles, order, strict=True):
-        prefill(model, cache, rows[row])
-    for step, token in enumerate(tokens):
-        if step == 5:
-            batch.reorder_cache(torch.tensor(order))
-        logits = decode_step(model, batch, token.expand(3))
-        for row, cache in enumerate(singles):
-            alone = decode_step(model, cache, token[None])
-            if step >= 5:
-                torch.testing.assert_close(logits[row], alone[0], atol=1e-4, rtol=1e-4)
-
-
 def test_a_row_that_chooses_from_all_it_holds_has_room_beside_a_row_that_does_not():
     """Both store 6 of 8 tokens; one has 2 of them to choose from, the other all."""
     reader = Quest(page=2, k=2)
@@ -313,17 +248,6 @@ def test_a_row_that_chooses_from_all_it_holds_has_room_beside_a_row_that_does_no
     assert both.candidates(keys)[1, 0, :, 0].tolist() == [*range(8, 16)]
 
 
-def test_beam_search_runs():
-    model = kvtool.attach(peaky_model("llama"))
-    settings = {"max_new_tokens": 8, "do_sample": False, "num_beams": 3}
-    ids = random_ids(50)
-    expected = model.generate(ids, past_key_values=kvtool.build_cache(model, "full"), **settings)
-    fits = kvtool.build_cache(model, "quest", 64)
-    assert torch.equal(model.generate(ids, past_key_values=fits, **settings), expected)
-    small = kvtool.build_cache(model, "quest", 20)
-    assert model.generate(ids, past_key_values=small, **settings).shape == expected.shape
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
 def test_tables_follow_the_slots(policy):
@@ -333,7 +257,7 @@ def test_tables_follow_the_slots(policy):
         ids = ragged()[0] if mask is not None else random_ids(50, batch=batch)
         cache = kvtool.build_cache(model, policy, 20)
         prefill(model, cache, ids, mask)
-        for step in range(40):
+        for step in range(13):
             decode_step(model, cache, random_ids(batch, seed=step)[0])
         for layer in cache.layers:
             for reading in SparseIndex.of(layer).entries:
@@ -360,7 +284,7 @@ def test_tables_follow_the_slots(policy):
                     torch.testing.assert_close(old, table, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
+@pytest.mark.parametrize("policy", ["quest", "loki"])
 def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
@@ -368,28 +292,34 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     reader = type(SparseIndex.of(cache.layers[0]).entries[0].reader)
     made = []
     monkeypatch.setattr(reader, "start", lambda self, stored: made.append(1))
-    for token in random_ids(30, seed=1)[0]:
+    for token in random_ids(8, seed=1)[0]:
         decode_step(model, cache, token[None])
     assert not made
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma3", "gpt_oss", "mistral-window", "phi3", "falcon_h1", "lfm2"]
+    ("family", "dtype"),
+    [
+        ("gemma2", torch.float32),
+        ("gemma3", torch.float32),
+        ("gpt_oss", torch.bfloat16),
+        ("mistral-window", torch.float32),
+        ("falcon_h1", torch.float32),
+        ("lfm2", torch.bfloat16),
+    ],
 )
 def test_families_with_attention_of_their_own(family, dtype):
     """A budget that fits is the full cache; a small one is finite, and the kernels agree."""
     model = family_model(family).to(dtype)
-    ids, new = random_ids(60), random_ids(6, seed=1).T
+    ids, new = random_ids(60), random_ids(3, seed=1).T
     outputs = {}
     for kernel in ("eager",) if family in ("gemma2", "gpt_oss") else ("eager", "sdpa"):
         kvtool.detach(model)
         model.set_attn_implementation(kernel)
         kvtool.attach(model)
         full = decoded(model, kvtool.build_cache(model, "full"), ids, new)
-        for policy in ("exact-topk(k=66)", "quest", "sparq", "loki", "hsa"):
+        for policy in ("exact-topk(k=63)", "quest", "sparq", "loki", "hsa"):
             fits = kvtool.build_cache(model, policy, 512)
             torch.testing.assert_close(decoded(model, fits, ids, new), full)
             small = decoded(model, kvtool.build_cache(model, policy, 20), ids, new)
@@ -526,28 +456,6 @@ def test_tables_count_as_state():
     assert state("sparq") == plain + heads * (16 * 60 + 16) * 4
     assert state("loki(d=4)") == plain + heads * (4 * 60 + 4 * 16) * 4
     assert state("hsa") == plain + heads * 2 * 16 * 30 * 4  # 30 pages of 2
-
-
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["exact-topk", "quest", "sparq", "loki", "hsa"])
-@pytest.mark.parametrize("padded", [False, True])
-def test_saved_and_copied_caches_go_on(policy, padded, tmp_path):
-    model = kvtool.attach(peaky_model("llama"))
-    ids, mask, _ = ragged()
-    if not padded:
-        ids, mask = random_ids(50, batch=3), None
-    first, rest = random_ids(9, seed=1, batch=3).T, random_ids(12, seed=2, batch=3).T
-    cache = kvtool.build_cache(model, policy, 20)
-    decoded(model, cache, ids, first, mask)
-    kvtool.save_cache(cache, tmp_path / "a.safetensors", model=model)
-    loaded, copied = kvtool.load_cache(tmp_path / "a.safetensors", model), cache.copy()
-    expected = torch.stack([decode_step(model, cache, step) for step in rest])
-    for other in (loaded, copied):
-        ours = torch.stack([decode_step(model, other, step) for step in rest])
-        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-        assert other.report().traffic_pairs == cache.report().traffic_pairs
-        for layer in range(2):
-            assert torch.equal(other.kept_positions(layer), cache.kept_positions(layer))
 
 
 def test_a_file_of_bases_is_used_and_checked(tmp_path):

@@ -90,18 +90,15 @@ def padded(*rows):
 
 
 POLICIES = [
-    "snapkv(window=4)",
     "pyramidkv(window=4)",
-    "adakv(window=4)",
     "snapkv(window=4)+caote+ada",
     "expected",
     "snapkv(window=4)+chunk(length=5)",
-    "snapkv(window=4)+d2o-alloc(norm=minmax)",
     "pyramidinfer(min_context=2)",
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_of_each_row_and_head_are_those_of_the_slow_twin(policy):
     """Two rows that are cut, one of them shorter than the queries' number of columns, one fits."""
@@ -125,12 +122,12 @@ def test_the_report_counts_what_was_evicted_as_merged(policy):
             assert found == set(range(PROMPT)) - own
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen3"])
 def test_turns_are_cut_and_refitted_again(family):
     """A turn of more tokens than there are queries, and one of fewer; tokens between them."""
     model = kvtool.detach(anchored_model(family))
     slow = RefitOracle(model, lambda: policies.build("snapkv", 20, window=4), 6, 0.05)
-    ids, texts = prompt(61), [prompt(17, seed=2), prompt(3, seed=3)]
+    ids, texts = prompt(45), [prompt(17, seed=2), prompt(3, seed=3)]
     expected = [slow.feed(ids)]
     for text in texts:
         slow.in_prompt = False
@@ -187,10 +184,10 @@ def test_of_a_repeated_prompt_queries_of_the_repetition_are_shown():
         assert HeldQueries.of(cache.slot_layers[layer]).nbytes == 0
 
 
-FAMILIES = ["gemma2", "gemma3", "mistral-window", "gpt_oss", "qwen3_next", "llama4", "gpt_neox"]
+FAMILIES = ["gemma2", "gpt_oss", "mistral-window", "qwen3_next", "llama4"]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_families_with_soft_caps_learned_sinks_and_windows(name):
     model = kvtool.attach(family_model(name))
@@ -209,19 +206,8 @@ def test_families_with_soft_caps_learned_sinks_and_windows(name):
     kvtool.detach(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
-def test_with_a_repetition_families_go_on(name):
-    model = kvtool.attach(family_model(name))
-    cache, _ = fed(model, f"kvzip(chunk=25)+{REFIT}", random_ids(64) % 96, budget=20)
-    plain, _ = fed(model, "kvzip(chunk=25)", random_ids(64) % 96, budget=20)
-    token = torch.tensor([7])
-    found = decode_step(model, cache, token), decode_step(model, plain, token)
-    assert torch.isfinite(found[0]).all()
-    assert not torch.allclose(*found)
-    kvtool.detach(model)
-
-
-@pytest.mark.parametrize(("codec", "steps"), [("int8", 127), ("fp8", 14), ("int4", 7), ("k8v4", 7)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("codec", "steps"), [("k8v4", 7), ("fp8", 14)])
 def test_values_are_refitted_before_they_are_rounded(codec, steps):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=2, head_dim=32))
     cache, _ = fed(model, f"snapkv(window=4)+{REFIT}+{codec}", random_ids(PROMPT))
@@ -252,6 +238,7 @@ def test_what_a_head_has_stored_in_codes_is_not_rounded_again_where_it_loses_not
     assert torch.equal(now.stored["values"][1, :, :6], before)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_fitted_in_more(dtype):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=2).to(dtype))

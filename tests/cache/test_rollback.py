@@ -9,11 +9,9 @@ import kvtool
 from kvtool.generation import compress, decode_step, generate, prefill
 from kvtool.models.load import load
 from kvtool.policies.grammar import parse_policy
-from kvtool.policies.table import BASES
 from tests.models_for_tests import (
     RECURRENT,
     any_cache,
-    cutting,
     family_model,
     peaky_model,
     random_ids,
@@ -22,19 +20,14 @@ from tests.models_for_tests import (
 pytestmark = pytest.mark.few(2)  # every policy goes through tests/contract
 
 BUDGET = 24
-SETTINGS = dict.fromkeys(("adakv", "pyramidkv", "snapkv", "rocketkv", "rocketkv-mt"), "(window=4)")
-POLICIES = [cutting(base) + SETTINGS.get(base, "") for base in BASES]
-POLICIES += ["h2o+caote", "snapkv(window=4)+fastcaote", "tova(head_reduce=kv_head)"]
-POLICIES += ["h2o+pyramid", "h2o+d2o-alloc", "streaming+d2o-alloc", "h2o+ada", "h2o+duo"]
-POLICIES += ["h2o+d2o-merge", "streaming+cam", "snapkv(window=4)+cam"]
-POLICIES += ["h2o+calidrop", "snapkv(window=4)+calidrop(store=file)"]
-POLICIES += ["streaming(positions=cache)", "tova(positions=cache)+cam"]
+POLICIES = ["h2o+caote", "snapkv(window=4)+calidrop(store=file)", "tova(positions=cache)+cam"]
+POLICIES += ["h2o+ada", "d2o", "sirllm", "rocketkv(window=4)", "kvzip", "rkv", "full", "h2o+duo"]
+"""All that caches keep beside slots; the battery takes every policy back (tests/contract)."""
 
 
-@pytest.fixture(scope="module", params=[2, 8], ids=["gqa", "mha"])
-def model(request):
-    model = peaky_model("llama", num_hidden_layers=3, num_key_value_heads=request.param)
-    return kvtool.attach(model)
+@pytest.fixture(scope="module")
+def model():
+    return kvtool.attach(peaky_model("llama", num_hidden_layers=3))
 
 
 def new_cache(model, policy, prefill="full", budget=BUDGET):
@@ -54,8 +47,8 @@ def ask(model, cache, batch=1, seed=9, turn=13):
 
 
 def steps(model, cache, batch=1):
-    """Twelve tokens without a further turn."""
-    return torch.stack([decode_step(model, cache, t) for t in tokens(batch, *range(20, 32))])
+    """Six tokens without a further turn."""
+    return torch.stack([decode_step(model, cache, t) for t in tokens(batch, *range(20, 26))])
 
 
 def same_state(cache, other):
@@ -70,29 +63,7 @@ def same_state(cache, other):
                 assert torch.equal(tensor, theirs.stored[name])
 
 
-@pytest.mark.few(3)
-@pytest.mark.each_once
-@pytest.mark.parametrize("mode", ["full", "block:10"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_question_leaves_no_trace(model, policy, mode):
-    context = random_ids(50)
-    asked, never = (new_cache(model, policy, mode) for _ in range(2))
-    compress(model, asked, context)
-    compress(model, never, context)
-    with asked.rollback():
-        first = ask(model, asked)
-    with asked.rollback():
-        steps(model, asked)
-    with asked.rollback():
-        assert torch.equal(ask(model, asked), first)
-    same_state(asked, never)
-    assert torch.equal(asked.next_logits, never.next_logits)
-    assert torch.equal(steps(model, asked), steps(model, never))
-    assert torch.equal(ask(model, asked, seed=3), ask(model, never, seed=3))
-
-
-@pytest.mark.few(3)
-@pytest.mark.each_once
+@pytest.mark.few(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):
     ids, mask = random_ids(50, batch=3), torch.ones(3, 50, dtype=torch.long)
@@ -110,9 +81,18 @@ def test_nothing_is_left_while_decoding_and_in_a_padded_batch(model, policy):
     assert torch.equal(ask(model, asked, batch=3), ask(model, never, batch=3))
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("family", [*RECURRENT, "mistral-window", "deepseek_v3", "gptj", "gpt_oss"])
-@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=4)", "full"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [
+        (RECURRENT[0], "h2o"),
+        *((family, "snapkv(window=4)") for family in RECURRENT[1:]),
+        ("mistral-window", "h2o"),
+        ("deepseek_v3", "h2o"),
+        ("gptj", "full"),
+        ("gpt_oss", "h2o"),
+    ],
+)
 def test_every_kind_of_layer_goes_back(family, policy):
     model = kvtool.attach(family_model(family))
     asked, never = (new_cache(model, policy) for _ in range(2))
@@ -125,8 +105,7 @@ def test_every_kind_of_layer_goes_back(family, policy):
     assert torch.equal(ask(model, asked), ask(model, never))
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "adakv(window=4)"])
+@pytest.mark.parametrize("policy", ["h2o+caote", "adakv(window=4)"])
 def test_room_that_is_held_for_tokens_to_come_is_as_it_was(model, policy):
     asked, never = (new_cache(model, policy) for _ in range(2))
     for cache in (asked, never):
@@ -142,8 +121,8 @@ def test_room_that_is_held_for_tokens_to_come_is_as_it_was(model, policy):
     assert torch.equal(ask(model, asked), ask(model, never))
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["h2o+caote", "snapkv(window=4)", "full", "h2o+d2o-alloc"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("policy", ["h2o+caote", "h2o+d2o-alloc"])
 def test_questions_inside_questions(model, policy):
     asked, never = (new_cache(model, policy) for _ in range(2))
     for cache in (asked, never):
@@ -155,16 +134,6 @@ def test_questions_inside_questions(model, policy):
         assert torch.equal(ask(model, asked), inner)
     same_state(asked, never)
     assert torch.equal(ask(model, asked), ask(model, never))
-
-
-def test_an_empty_cache_is_empty_again_and_takes_another_batch(model):
-    cache = new_cache(model, "h2o")
-    with cache.rollback():
-        prefill(model, cache, random_ids(50, batch=2))
-    assert cache.get_seq_length() == 0
-    fresh = new_cache(model, "h2o")
-    prefill(model, cache, random_ids(50)), prefill(model, fresh, random_ids(50))
-    assert torch.equal(steps(model, cache), steps(model, fresh))
 
 
 def fail(model, cache):
@@ -207,7 +176,7 @@ def places(cache):
     return [each.data_ptr() for slots in stores for each in (slots.keys, slots.values)]
 
 
-@pytest.mark.each_once
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("policy", "turn", "copied"),
     [

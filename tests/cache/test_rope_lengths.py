@@ -85,13 +85,28 @@ def test_other_models_have_no_hooks_for_it():
 # ---- one choice for a whole text, as one plain forward makes it
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("prefill_by", ["full", "block:16"])
+CROSSING, ANNOUNCED = (40, 80, 80), (60, 64, 65)
+"""Tokens of a prompt, of it and those behind it, and of the text that is announced."""
+
+
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
-    ("prompt", "tokens", "length"),
-    [(40, 50, 50), (40, 80, 80), (90, 100, 100), (60, 64, 64), (60, 64, 65), (30, 34, 120)],
-    ids=["below", "crossing", "above", "at", "announced-just-above", "announced-far-above"],
+    ("name", "prefill_by", "prompt", "tokens", "length"),
+    [
+        (SHORT, "block:16", *CROSSING),
+        (SHORT, "full", 60, 64, 64),
+        (SHORT, "full", 40, 50, 50),
+        (LONG, "full", *ANNOUNCED),
+        (LONG, "block:16", 60, 64, 64),
+        (LONG, "block:16", 30, 34, 120),
+        ("gemma3 dynamic", "full", *CROSSING),
+        ("gemma3 longrope", "block:16", *ANNOUNCED),
+        ("phimoe longrope", "full", 90, 100, 100),
+        ("llama longrope", "full", *ANNOUNCED),
+        ("deepseek dynamic", "block:16", *CROSSING),
+        ("falcon dynamic", "block:16", *CROSSING),
+        ("falcon dynamic", "full", *ANNOUNCED),
+    ],
 )
 def test_full_equals_one_plain_forward(name, prefill_by, prompt, tokens, length):
     ids = text(tokens)
@@ -104,8 +119,8 @@ def test_full_equals_one_plain_forward(name, prefill_by, prompt, tokens, length)
             assert (logits[: len(other)] - other[: len(logits)]).abs().max() > 0.01
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [SHORT, LONG, "deepseek dynamic"])
 def test_a_plain_forward_chooses_for_itself(name):
     """The caller announces nothing, so the text that is there counts."""
     model, ids = long_rope_model(name), text(80)
@@ -130,15 +145,15 @@ def test_a_plain_forward_that_outgrows_the_factors_is_refused(name):
     torch.testing.assert_close(torch.cat(parts, 1), plain_logits(name, ids, 80), **close)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("name", [SHORT, LONG, "phimoe longrope"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [SHORT, LONG])
 def test_kvtools_own_loop_chooses_for_prompt_and_answer(name):
-    ids, new = text(58), 12
+    ids, new = text(60), 7
     model = long_rope_model(name)
     cache = kvtool.build_cache(model, "full")
     done = kvtool.generation.generate(model, Spelled(), cache, ids, max_new_tokens=new)
     assert done.input_ids.tolist() == plain_answer(name, ids, new).tolist()
-    assert cache.get_seq_length() == 69
+    assert cache.get_seq_length() == 66
 
 
 def first_of(name, ids, new):
@@ -195,7 +210,7 @@ def test_scoring_a_text_chooses_for_all_of_it():
         model, ids = long_rope_model(name), text(80)
         right = plain_logits(name, ids, 80).log_softmax(-1)[:, :-1]
         right = right.gather(-1, ids[:, 1:, None])[..., 0]
-        for chunk in (16, 1):
+        for chunk in (16, 7):
             cache = kvtool.build_cache(model, "full")
             found, _ = token_logprobs(model, cache, ids, chunk=chunk)
             torch.testing.assert_close(found, right, **close)
@@ -216,11 +231,13 @@ def test_a_repeated_prompt_is_turned_as_far_as_it_is_read():
 # ---- transformers' own generate
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("prompt", [58, 80])
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [(SHORT, 62), ("gemma3 dynamic", 62), (LONG, 62), ("phimoe longrope", 62), (LONG, 80)],
+)
 def test_transformers_generate_goes_on_with_its_cache(name, prompt):
-    model, ids, new = long_rope_model(name), text(prompt), 10
+    model, ids, new = long_rope_model(name), text(prompt), 5
     cache = kvtool.build_cache(model, "full")
     out = model.generate(
         ids,
@@ -234,72 +251,71 @@ def test_transformers_generate_goes_on_with_its_cache(name, prompt):
     assert out.sequences.tolist() == plain_answer(name, ids, new).tolist()
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("name", [SHORT, "phimoe longrope", LONG])
-@pytest.mark.parametrize("prompt", [50, 80])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "prompt"), [(SHORT, 60), (LONG, 60)])
 def test_a_budget_holds_where_the_length_is_crossed(name, prompt):
     model, ids = long_rope_model(name), text(prompt)
     with kvtool.compressed(model, "h2o", budget=24):
-        out = model.generate(ids, max_new_tokens=30, do_sample=False, return_dict_in_generate=True)
+        out = model.generate(ids, max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
     report = out.past_key_values.report()
-    assert report.tokens_seen == prompt + 29
+    assert report.tokens_seen == prompt + 8
     assert max(report.kept_per_layer) == 24
     other, cache = long_rope_model(name), None
     cache = kvtool.build_cache(other, "h2o", budget=24)
-    done = kvtool.generation.generate(other, Spelled(), cache, ids, max_new_tokens=30)
+    done = kvtool.generation.generate(other, Spelled(), cache, ids, max_new_tokens=9)
     assert done.input_ids.tolist() == out.sequences.tolist()
 
 
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
-        ({"max_new_tokens": 20}, 70),
-        ({"max_length": 70}, 70),
+        ({"max_new_tokens": 6}, 66),
+        ({"max_length": 66}, 66),
         ({"max_length": 64}, 64),
-        ({}, 70),
-        ({"max_new_tokens": 20, "max_length": 55}, 70),
-        ({"max_new_tokens": 20, "prefill_chunk_size": 16}, 70),
+        ({}, 80),
+        ({"max_new_tokens": 6, "max_length": 62}, 66),
+        ({"max_new_tokens": 6, "prefill_chunk_size": 16}, 66),
     ],
     ids=["new", "length", "short", "default", "both", "chunks"],
 )
 def test_the_end_of_a_call_is_that_of_transformers(settings, end):
-    model, ids = long_rope_model(SHORT), text(50)
+    model, ids = long_rope_model(SHORT), text(60)
     cache = kvtool.build_cache(model, "full")
     out = model.generate(ids, past_key_values=cache, do_sample=False, **settings)
     assert out.shape[1] == end
     assert cache.rope.chosen == RopeLengths((TRAINED if end <= TRAINED else TRAINED + 1,))
-    assert out.tolist() == plain_answer(SHORT, ids, end - 50).tolist()
+    assert out.tolist() == plain_answer(SHORT, ids, end - 60).tolist()
 
 
 def test_embeddings_and_settings_of_the_model_count():
-    model, ids = long_rope_model(LONG), text(50)
-    model.generation_config.max_new_tokens = 30
+    model, ids = long_rope_model(LONG), text(62)
+    model.generation_config.max_new_tokens = 6
     embeddings = model.get_input_embeddings()(ids)
     cache = kvtool.build_cache(model, "full")
     out = model.generate(inputs_embeds=embeddings, past_key_values=cache, do_sample=False)
-    assert cache.rope.chosen == RopeLengths((80,))
-    assert out.tolist() == plain_answer(LONG, ids, 30)[:, 50:].tolist()
+    assert cache.rope.chosen == RopeLengths((68,))
+    assert out.tolist() == plain_answer(LONG, ids, 6)[:, 62:].tolist()
 
 
 @pytest.mark.parametrize("name", [SHORT, LONG])
 def test_a_further_call_that_outgrows_the_factors_is_refused_at_its_beginning(name):
-    model, ids = long_rope_model(name), text(50)
+    model, ids = long_rope_model(name), text(58)
     cache = kvtool.build_cache(model, "full")
-    said = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-    with pytest.raises(UsageError, match="texts of up to 64 tokens, and this text may come to 75"):
+    said = model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    with pytest.raises(UsageError, match="texts of up to 64 tokens, and this text may come to 81"):
         model.generate(said, past_key_values=cache, max_new_tokens=20, do_sample=False)
-    assert cache.get_seq_length() == 54
-    out = model.generate(said, past_key_values=cache, max_new_tokens=9, do_sample=False)
-    assert out.tolist() == plain_answer(name, ids, 14).tolist()
+    assert cache.get_seq_length() == 60
+    out = model.generate(said, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert out.tolist() == plain_answer(name, ids, 6).tolist()
 
 
 def test_a_further_call_goes_on_where_the_length_was_announced():
-    model, ids = long_rope_model(SHORT), text(50)
+    model, ids = long_rope_model(SHORT), text(60)
     cache = kvtool.build_cache(model, "full")
-    cache.expect_length(80)
-    said = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-    out = model.generate(said, past_key_values=cache, max_new_tokens=25, do_sample=False)
-    assert out.tolist() == plain_answer(SHORT, ids, 30).tolist()
+    cache.expect_length(68)
+    said = model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
+    out = model.generate(said, past_key_values=cache, max_new_tokens=6, do_sample=False)
+    assert out.tolist() == plain_answer(SHORT, ids, 8).tolist()
 
 
 def test_a_call_that_fails_before_it_has_read_leaves_no_choice():
@@ -308,15 +324,6 @@ def test_a_call_that_fails_before_it_has_read_leaves_no_choice():
     with pytest.raises(ValueError, match="wrong_name"):
         model.generate(ids, past_key_values=cache, max_new_tokens=30, wrong_name=1)
     assert cache.rope.chosen is None
-
-
-def test_beams_and_samples_go_on_with_the_cache():
-    model, ids = long_rope_model(SHORT), text(50)
-    asked = {"max_new_tokens": 24, "num_beams": 3, "do_sample": False}
-    cache = kvtool.build_cache(model, "full")
-    model.generate(ids, past_key_values=cache, **asked)
-    assert cache.get_seq_length() == 73
-    assert cache.rope.chosen == RopeLengths((TRAINED + 1,))
 
 
 # ---- batches
@@ -330,8 +337,8 @@ def padded(rows):
     return ids, (torch.arange(width) >= width - widths).long()
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", [SHORT, LONG, "gemma3 dynamic", "deepseek dynamic"])
 def test_each_row_of_a_padded_batch_has_the_factors_of_its_own_length(name):
     rows = [text(30, seed=1), text(80, seed=2), text(62, seed=4)]
     alone = [plain_answer(name, row, 4)[0, -4:].tolist() for row in rows]
@@ -347,24 +354,6 @@ def test_each_row_of_a_padded_batch_has_the_factors_of_its_own_length(name):
     out = model.generate(ids, past_key_values=guessed, **asked)
     assert out[:, -4:].tolist() == alone
     assert guessed.rope.chosen == cache.rope.chosen
-
-
-@pytest.mark.each_once
-@pytest.mark.parametrize("name", [SHORT, LONG, "deepseek dynamic"])
-@pytest.mark.parametrize("prefill_by", ["full", "block:16"])
-def test_rows_of_kvtools_own_prompts_as_well(name, prefill_by):
-    rows = [text(30, seed=1), text(80, seed=2)]
-    ids, mask = padded(rows)
-    model = long_rope_model(name)
-    cache = kvtool.build_cache(model, "full", prefill=prefill_by)
-    logits = prefill(model, cache, ids, mask, new_tokens=10)
-    token = torch.tensor([5, 7])
-    after = decode_step(model, cache, token)
-    for row, own in enumerate(rows):
-        length = own.shape[1] + 10
-        fed = torch.cat([own, token[row].view(1, 1)], 1)
-        right = plain_logits(name, fed, length)[0, -2:]
-        torch.testing.assert_close(torch.stack([logits[row], after[row]]), right, **close)
 
 
 def test_samples_of_a_padded_batch_keep_the_factors_of_their_rows():
@@ -418,18 +407,18 @@ def rewritten(path, **metadata):
 
 @pytest.mark.parametrize("name", [SHORT, LONG])
 def test_a_file_says_by_which_factors_its_keys_are_turned(name, tmp_path):
-    ids, path = text(50), tmp_path / "a.safetensors"
+    ids, path = text(60), tmp_path / "a.safetensors"
     model = long_rope_model(name)
     cache = kvtool.build_cache(model, "full")
-    cache.expect_length(80)
+    cache.expect_length(67)
     compress(model, cache, ids)
     kvtool.save_cache(cache, path)
     with safe_open(path, framework="pt") as file:
-        assert file.metadata()["rope_lengths"] == ("80" if name == LONG else "65")
+        assert file.metadata()["rope_lengths"] == ("67" if name == LONG else "65")
     other = long_rope_model(name)
     again = kvtool.load_cache(path, other)
-    done = kvtool.generation.generate(other, Spelled(), again, None, max_new_tokens=30)
-    assert done.input_ids.tolist() == plain_answer(name, ids, 30).tolist()
+    done = kvtool.generation.generate(other, Spelled(), again, None, max_new_tokens=7)
+    assert done.input_ids.tolist() == plain_answer(name, ids, 7).tolist()
 
 
 def test_a_file_for_a_short_text_is_not_gone_on_from_too_far(tmp_path):
@@ -460,7 +449,7 @@ def test_an_old_file_is_read_where_its_text_is_short(tmp_path):
         assert "compress the text anew" in str(error.value)
 
 
-@pytest.mark.parametrize("told", ["63", "", "1e3", "65,65", "٦٥", "64", "-1", "9" * 40])
+@pytest.mark.parametrize("told", ["63", "", "1e3", "65,65", "٦٥", "64", "9" * 40])
 def test_a_file_with_other_lengths_is_refused(told, tmp_path):
     path, model = tmp_path / "a.safetensors", long_rope_model(SHORT)
     cache = kvtool.build_cache(model, "full")
@@ -481,18 +470,6 @@ def test_a_file_of_another_kind_of_model_names_no_lengths(tmp_path):
         kvtool.load_cache(path, model)
 
 
-def test_a_padded_batch_goes_through_a_file(tmp_path):
-    path, model = tmp_path / "a.safetensors", long_rope_model(LONG)
-    ids, mask = padded([text(30, seed=1), text(80, seed=2)])
-    cache, token = kvtool.build_cache(model, "full"), torch.tensor([5, 7])
-    prefill(model, cache, ids, mask, new_tokens=10)
-    kvtool.save_cache(cache, path)
-    again = kvtool.load_cache(path, model)
-    assert again.rope.chosen == RopeLengths((TRAINED, 90))
-    right = decode_step(model, cache, token)
-    torch.testing.assert_close(decode_step(model, again, token), right, **close)
-
-
 # ---- models are left as they are
 
 
@@ -502,12 +479,12 @@ def state_of(model):
     return json.dumps(own, default=str), {n: b.clone() for n, b in rotary.named_buffers()}
 
 
-@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("name", [SHORT, LONG])
 def test_nothing_of_it_stays_on_the_model(name):
-    model, ids = long_rope_model(name), text(50)
+    model, ids = long_rope_model(name), text(60)
     before = state_of(model)
     with kvtool.compressed(model, "h2o", budget=24):
-        model.generate(ids, max_new_tokens=30, do_sample=False)
+        model.generate(ids, max_new_tokens=7, do_sample=False)
     rotary = model.model.rotary_emb
     assert not rotary._forward_hooks
     assert not rotary._forward_pre_hooks
@@ -517,7 +494,7 @@ def test_nothing_of_it_stays_on_the_model(name):
         assert after[0] == before[0]
         assert all(torch.equal(after[1][n], each) for n, each in before[1].items())
     plain = model(ids).logits
-    torch.testing.assert_close(plain, plain_logits(name, ids, 50), **close)
+    torch.testing.assert_close(plain, plain_logits(name, ids, 60), **close)
 
 
 def test_what_longer_texts_have_left_in_a_model_does_not_count():
@@ -529,14 +506,12 @@ def test_what_longer_texts_have_left_in_a_model_does_not_count():
     torch.testing.assert_close(found, plain_logits(LONG, ids, 80)[:, -1], **close)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [LONG, SHORT])
-def test_threads_with_texts_of_other_lengths_do_not_meet(name):
-    model = kvtool.attach(long_rope_model(name))
+def test_threads_with_texts_of_other_lengths_do_not_meet():
+    model = kvtool.attach(long_rope_model(LONG))
     texts, found = {n: text(n) for n in (40, 90, 120)}, {}
 
     def run(n):
-        caches = [kvtool.build_cache(model, "full", prefill="block:8") for _ in range(4)]
+        caches = [kvtool.build_cache(model, "full", prefill="block:8") for _ in range(2)]
         found[n] = torch.stack([prefill(model, cache, texts[n])[0] for cache in caches])
 
     threads = [threading.Thread(target=run, args=(n,)) for n in texts]
@@ -545,22 +520,22 @@ def test_threads_with_texts_of_other_lengths_do_not_meet(name):
     for thread in threads:
         thread.join()
     for n, ids in texts.items():
-        right = plain_logits(name, ids, n)[:, -1].expand(4, -1)
+        right = plain_logits(LONG, ids, n)[:, -1].expand(2, -1)
         torch.testing.assert_close(found[n], right, **close)
 
 
 def test_a_copy_of_an_attached_model_chooses_for_itself():
-    model, ids = kvtool.attach(long_rope_model(SHORT)), text(50)
-    model.generate(ids, past_key_values=kvtool.build_cache(model, "full"), max_new_tokens=30)
+    model, ids = kvtool.attach(long_rope_model(SHORT)), text(60)
+    model.generate(ids, past_key_values=kvtool.build_cache(model, "full"), max_new_tokens=3)
     other = copy.deepcopy(model)
     cache = kvtool.build_cache(other, "full")
-    out = other.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)
-    assert out.tolist() == plain_answer(SHORT, ids, 24).tolist()
-    assert cache.get_seq_length() == 73
+    out = other.generate(ids, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    assert out.tolist() == plain_answer(SHORT, ids, 8).tolist()
+    assert cache.get_seq_length() == 67
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [SHORT, "llama longrope", "gemma3 longrope"])
+@pytest.mark.parametrize("name", [SHORT, "gemma3 longrope"])
 def test_compiled_steps_keep_the_factors(name):
     model, ids = long_rope_model(name), text(80)
     cache = kvtool.build_cache(model, "h2o", 24)

@@ -94,10 +94,17 @@ def made(kind):
     return model
 
 
-@pytest.mark.each_once
-@pytest.mark.parametrize("kind", [DropsBeforeForwards, *IN_FORWARD])
-@pytest.mark.parametrize("prompt", [12, 30], ids=["while-decoding", "in-the-prompt"])
-@pytest.mark.parametrize("given", [True, False], ids=["given", "made"])
+@pytest.mark.parametrize(
+    ("kind", "prompt", "given"),
+    [
+        (DropsBeforeForwards, 12, False),
+        (DropsBeforeForwards, 30, True),
+        (ReplacesInForward, 12, True),
+        (DropsInForward, 30, False),
+        (ReturnsAnother, 12, False),
+        (WithDecoder, 30, True),
+    ],
+)
 def test_generate_goes_on_with_its_cache_or_not_at_all(kind, prompt, given):
     model, ids = made(kind), random_ids(prompt)
     plain = model.generate(ids, max_new_tokens=16, do_sample=False)

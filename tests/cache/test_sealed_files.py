@@ -1,5 +1,7 @@
 """A cache file with a right checksum is still compared with policy and model, field by field."""
 
+import functools
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,13 +18,26 @@ def model():
     return kvtool.attach(peaky_model("llama"))
 
 
-@pytest.fixture
-def saved(model, tmp_path):
-    def save(policy, budget=20):
+@pytest.fixture(scope="module")
+def contents(model, tmp_path_factory):
+    """The bytes of a cache's file; each kind of cache is made once."""
+
+    @functools.cache
+    def read(policy, budget):
         cache = kvtool.build_cache(model, policy, budget)
         compress(model, cache, random_ids(50))
-        path = tmp_path / "a.safetensors"
+        path = tmp_path_factory.mktemp("saved") / "a.safetensors"
         kvtool.save_cache(cache, path, model=model)
+        return path.read_bytes()
+
+    return read
+
+
+@pytest.fixture
+def saved(contents, tmp_path):
+    def save(policy, budget=20):
+        path = tmp_path / "a.safetensors"
+        path.write_bytes(contents(policy, budget))
         return path
 
     return save

@@ -18,8 +18,7 @@ SHARING = ["gemma3n", "gemma4"]
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("family", SHARING)
-@pytest.mark.parametrize("policy", ["h2o", "full"])
+@pytest.mark.parametrize(("family", "policy"), [("gemma4", "h2o"), ("gemma3n", "full")])
 def test_generate_asks_sharing_layers_for_the_last_token_only(family, policy):
     """Gemma 4 leaves the rest of a prompt out of them; kept tokens and logits are the same."""
     model = kvtool.attach(family_model(family))
@@ -51,8 +50,10 @@ PACED += ["snapkv(window=2,kernel=3)+every(steps=2)"]
 
 @pytest.mark.few(1)
 @torch.no_grad()
-@pytest.mark.parametrize("policy", PACED)
-@pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    list(zip(["gemma3n_text", "gemma4_text", "gemma3n_text"], PACED, strict=True)),
+)
 def test_a_layer_is_cut_after_others_have_read_its_keys(family, policy):
     """Against the plain model under the mask of what was kept before each token."""
     ours, expected = families.evicted_logits(families.config_of(family), families.BUDGET, policy)
@@ -60,19 +61,20 @@ def test_a_layer_is_cut_after_others_have_read_its_keys(family, policy):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("policy", ["h2o+every(steps=3)", "rkv(window=4,buffer=5)"])
-@pytest.mark.parametrize("family", SHARING)
-def test_codes_that_others_read_are_those_before_the_cut(family, policy, padded):
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [("gemma4", "h2o+every(steps=3)"), ("gemma3n", "rkv(window=4,buffer=5)")],
+)
+def test_codes_that_others_read_are_those_before_the_cut(family, policy):
     model = kvtool.attach(family_model(family))
     ids = random_ids(LENGTH).repeat(2, 1)
     mask = torch.ones_like(ids)
-    mask[0, : 13 if padded else 0] = 0
+    mask[0, :13] = 0
 
     def run(spelled):
         cache = kvtool.build_cache(model, spelled, BUDGET)
         logits = [prefill(model, cache, ids, mask)]
-        logits += [decode_step(model, cache, torch.tensor([t, t])) for t in range(4, 16)]
+        logits += [decode_step(model, cache, torch.tensor([t, t])) for t in range(4, 12)]
         return torch.stack(logits)
 
     coded = run(f"{policy}+int8")
@@ -114,9 +116,10 @@ def test_a_prompt_cannot_be_split_inside_a_layer_that_others_read():
         model(random_ids(LENGTH), past_key_values=cache)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("family", [*SHARING, "llama4"])
-@pytest.mark.parametrize("policy", ["h2o", "snapkv(window=8)"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("family", "policy"), [("gemma4", "h2o"), ("llama4", "snapkv(window=8)"), ("gemma3n", "h2o")]
+)
 def test_a_step_of_fixed_shapes_is_the_step(family, policy):
     model = kvtool.attach(family_model(family))
     caches = [kvtool.build_cache(model, policy, BUDGET) for _ in range(2)]
@@ -128,7 +131,7 @@ def test_a_step_of_fixed_shapes_is_the_step(family, policy):
             return model(**inputs)
 
     fixed = []
-    for token in random_ids(30, seed=4)[0]:
+    for token in random_ids(12, seed=4)[0]:
         fixed.append(caches[0].fix_shapes(8))
         ours = decode_step(model, caches[0], token[None], static if fixed[-1] else None)
         expected = decode_step(model, caches[1], token[None])

@@ -2,15 +2,12 @@
 
 import json
 import os
-import subprocess
-import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 
 import kvtool
 from kvtool.cache.files import tensor_file
@@ -26,8 +23,6 @@ from kvtool.documents import files
 from kvtool.documents.files import write_text
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.samples.data_files import digest
-from kvtool.generation import prefill
-from tests.models_for_tests import peaky_model, random_ids
 
 TENSORS = {
     **{name: torch.arange(1, 7).view(2, 3).to(dtype) for name, dtype in _DTYPES.items()},
@@ -84,11 +79,6 @@ def test_tensors_of_one_dtype_are_written_byte_for_byte_as_the_library_does():
     tensors = {"b": torch.randn(3), "a": torch.randn(2, 2), "ä": torch.zeros(0)}
     for labels in ({}, {"a": "é\n\0"}):
         assert b"".join(file_parts(tensors, labels)) == save(tensors, labels or None)
-
-
-def header_of(file):
-    size = int.from_bytes(file[:8], "little")
-    return json.loads(file[8 : 8 + size]), file[8 + size :]
 
 
 def with_header(header, rest):
@@ -153,48 +143,6 @@ def test_a_file_cut_short_while_it_is_read_is_damaged_and_ends_nothing(tmp_path)
         with pytest.raises(DamagedFile, match="ends too early"):
             file.read("b")
     assert not first.any(), "which was read into memory of its own"
-
-
-REWRITER = """
-import sys, time
-contents = [open(name, "rb").read() for name in sys.argv[2:]]
-print("begun", flush=True)
-end = time.monotonic() + 60
-while time.monotonic() < end:
-    for content in contents:
-        with open(sys.argv[1], "wb") as file:
-            for start in range(0, len(content), 4096):
-                file.write(content[start : start + 4096])
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_cache_rewritten_in_place_loads_whole_or_is_refused(tmp_path):
-    model = kvtool.attach(peaky_model("llama"))
-    keys, names = [], ["one", "two"]
-    for seed, name in enumerate(names):
-        cache = kvtool.build_cache(model, "full")
-        prefill(model, cache, random_ids(900, seed=seed))
-        kvtool.save_cache(cache, tmp_path / name)
-        keys.append(load_file(tmp_path / name)["layer.0.keys"])
-    path = tmp_path / "moving"
-    path.write_bytes((tmp_path / "one").read_bytes())
-    arguments = [sys.executable, "-c", REWRITER, path, *(tmp_path / name for name in names)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout.readline() == "begun\n"
-        whole = refused = 0
-        end = time.monotonic() + 4
-        while time.monotonic() < end:
-            try:
-                loaded = kvtool.load_cache(path, model)
-            except KvtoolError:
-                refused += 1
-                continue
-            whole += 1
-            found = loaded.layers[0].sorted_slots().stored["keys"]
-            assert any(torch.equal(found, each) for each in keys)
-        writer.kill()
-    assert refused > 10, "the writer was never in the way"
 
 
 def draw(path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -53,11 +51,15 @@ def run(model, policy, mode, ids, mask, fed):
     return cache, torch.stack(logits, 1).float()
 
 
-@pytest.mark.few(2)
-@pytest.mark.each_once
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", ["full+int8", "h2o+int8"])
-@pytest.mark.parametrize("mode", ["full", "block:16"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(
+    ("dtype", "policy", "mode"),
+    [
+        (torch.bfloat16, "h2o+int8", "block:16"),
+        (torch.float32, "full+int8", "full"),
+        (torch.float32, "h2o+int8", "block:16"),
+    ],
+)
 def test_codes_of_a_padded_entry_are_those_of_the_entry_alone_but_for_ties(dtype, policy, mode):
     model = kvtool.attach(peaky_model("llama").to(dtype))
     ids, mask, rows = padded()
@@ -76,25 +78,3 @@ def test_codes_of_a_padded_entry_are_those_of_the_entry_alone_but_for_ties(dtype
         bound = 1e-4 if exact else TIE_LOGITS if dtype is torch.float32 else 0.15
         assert float((logits[i] - expected[0]).abs().max()) < bound
     assert of_them <= share * of_all
-
-
-def test_a_code_or_scale_moved_to_its_neighbour_moves_the_logits_little():
-    model = kvtool.attach(peaky_model("llama"))
-    cache, _ = run(model, "full+int8", "full", random_ids(60), None, random_ids(2))
-    token, farthest = torch.tensor([5]), 0.0
-    expected = decode_step(model, copy.deepcopy(cache), token)
-    generator = torch.Generator().manual_seed(0)
-    for name in ("keys", "values", "key_scales", "value_scales") * 6:
-        other = copy.deepcopy(cache)
-        layer = other.slot_layers[int(torch.randint(2, (1,), generator=generator))]
-        numbers = layer.slots.stored[name]
-        place = [int(torch.randint(n, (1,), generator=generator)) for n in numbers.shape]
-        filled = (layer.slots.positions[0, place[1]] >= 0).nonzero()[:, 0]
-        place[2] = int(filled[place[2] % len(filled)])
-        place = tuple(place)
-        whole = numbers.view(torch.int16) if "scales" in name else numbers
-        whole[place] += 1 if whole[place] < 127 or "scales" in name else -1
-        assert moved(codes_of(other, 0), codes_of(cache, 0))[1] == 1
-        shown = decode_step(model, other, token)
-        farthest = max(farthest, float((shown - expected).abs().max()))
-    assert 1e-4 < farthest < TIE_LOGITS

@@ -14,9 +14,7 @@ from kvtool.generation.compiled import CompiledDecoding
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 TORN = "the last forward over this cache was interrupted"
-POLICIES = ["full", "h2o+caote", "snapkv(window=4)", "h2o+ada", "sirllm", "quest", "h2o+d2o-alloc"]
-POLICIES += ["tova(positions=cache)"]
-FAMILIES = ["llama", "qwen3_next", "falcon_h1", "lfm2", "gptj"]
+POLICIES = ["full", "h2o+ada", "sirllm", "quest", "h2o+d2o-alloc"]
 
 
 def make(policy="h2o", family="llama", **options):
@@ -51,8 +49,9 @@ def places(family):
     return inside.get(family, ("model.layers.1", "model.norm"))
 
 
-@pytest.mark.parametrize("place", [0, 1], ids=["second layer", "behind the last layer"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "place"), [("llama", 0), ("llama", 1), ("falcon_h1", 0), ("lfm2", 1), ("gptj", 0)]
+)
 def test_a_decode_step_that_broke_off_is_not_gone_on_from(family, place):
     model, cache = make(family=family)
     prefill(model, cache, random_ids(50))

@@ -36,7 +36,7 @@ def normal(generator, dtype, *shape):
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(**SIZES)
 def test_pages_are_scored_as_in_plain_torch(batch, heads, group, dim, width, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ def test_pages_are_scored_as_in_plain_torch(batch, heads, group, dim, width, dty
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=TOLERANCE[dtype])
 
 
-@settings(max_examples=15)
+@settings(max_examples=7)
 @given(count=st.integers(1, 20), **SIZES)
 def test_rows_are_multiplied_as_in_plain_torch(count, batch, heads, group, dim, width, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
