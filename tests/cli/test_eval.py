@@ -28,6 +28,7 @@ def scores(results) -> dict:
     return {(r.arm, r.task): (r.value, r.n, r.stderr, r.delta) for r in results.results}
 
 
+@pytest.mark.usefixtures("drawn_pages")
 def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     results = evaluate(kvtool, *QUICK, *ARMS, "-o", "runs/first")
     arms = [arm.name for arm in results.arms]
@@ -59,6 +60,7 @@ def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     assert lock["eval"]["tasks"][0]["lengths"] == [256]
     page = (folder / "report.html").read_text()
     assert page.startswith("<!")
+    assert page.count('role="img"') > 3
     assert results.of("streaming@32", "niah").value < 1
     assert "Wrong answers beside their references" in page
     assert len(results.of("h2o(recent=8)+caote@32", "niah").cost.kept_per_layer) == 4
