@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_startup import ended
 from tests.models.published import LLAMA_3 as LLAMA
 from tests.models_for_tests import FAMILIES
 
@@ -54,13 +53,6 @@ def test_every_command_is_accepted(kvtool, folders, asked):
         way = next(way for way in plan["ways"] if way["command"] == command)
         assert said["policy"] == way["policy"]
         assert said["model"] == "a small one"
-
-
-@pytest.mark.parametrize("form", ["text", "yaml"])
-@pytest.mark.parametrize("asked", [["--bytes", "5GiB"], ["--memory", "24GiB"]], ids=str)
-def test_a_folder_with_a_configuration_alone_needs_no_torch(folders, tmp_path, asked, form):
-    model = ["-m", "llama", "--context", "100K", "-n", "1K", "-f", form]
-    assert ended("plan-budget", *model, *asked, cwd=tmp_path)[-1] == "0 ['pydantic']"
 
 
 @pytest.mark.parametrize("width", [62, 80, 120, 200])
