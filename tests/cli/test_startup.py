@@ -200,7 +200,7 @@ def test_a_dry_run_of_every_recipe_needs_no_hub(hub):
     recipes = sorted(map(str, Path("recipes").glob("*.yaml")))
     program = (
         "import sys\nfrom kvtool.cli.main import main\n"
-        "print({name: main(['eval', name, '--dry-run']) for name in sys.argv[1:]})"
+        "print({name: main(['eval', name, '--dry-run', '--limit', '1']) for name in sys.argv[1:]})"
     )
     run = [sys.executable, "-c", program, *recipes]
     done = subprocess.run(run, capture_output=True, text=True)
