@@ -22,9 +22,16 @@ class Done:
 
 
 @pytest.fixture
-def kvtool(capsys, monkeypatch, tmp_path) -> Callable[..., Done]:
-    """Run the command line in this process, inside an empty folder."""
+def drawn_pages() -> None:
+    """Let the pages of runs have their pictures, which take longer to draw than small runs."""
+
+
+@pytest.fixture
+def kvtool(capsys, monkeypatch, request, tmp_path) -> Callable[..., Done]:
+    """Run the command line in this process, inside an empty folder; `drawn_pages` has pictures."""
     monkeypatch.chdir(tmp_path)
+    if "drawn_pages" not in request.fixturenames:
+        monkeypatch.setattr("kvtool.report.page.pictures", lambda document: [])
 
     def run(*arguments: str, stdin: bytes = b"") -> Done:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))

@@ -31,9 +31,7 @@ def broken(tmp_path):
     [
         ("generate", "-p", "h2o+caote", "-b", "64"),
         ("generate", "-p", "d2o", "-b", "64", "--temperature", "1"),
-        ("generate", "--stream", "--prompt", "The old lamp"),
         ("compress", "-p", "snapkv", "-b", "64", "--prompt", "The old lamp", "--save", "a.st"),
-        ("profile", "--tokens", "64", "--samples", "2", "--decode", "4"),
         ("profile", "--tokens", "64", "--samples", "1", "--metrics", "output_error,key_basis"),
     ],
     ids=lambda arguments: " ".join(arguments[:3]),

@@ -8,11 +8,12 @@ import pytest
 RECIPE = """\
 kind: recipe
 schema_version: 1
-policy: [h2o, h2o+caote, random]
+policy: [h2o, random]
 budget: [48, 64]
 eval:
   tasks:
-  - {task: niah, lengths: [128], depths: 3, samples: 3}
+  - {task: niah, lengths: [128], depths: 6}
+generation: {max_new_tokens: 9}
 claim:
   says: H2O finds more than chance
   pairs:
@@ -32,17 +33,17 @@ def recipe(tmp_path, monkeypatch):
 
 
 def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
-    done = kvtool("eval", recipe(), "-o", "run", "-f", "text")
+    done = kvtool("eval", recipe(), "-o", "run", "-f", "text", "--no-plots")
     assert done.code == 0
-    said = "claim: H2O finds more than chance: holds (holds in 1 of 1; n=9)"
+    said = "claim: H2O finds more than chance: holds (holds in 1 of 1; n=6)"
     assert said in done.out.replace("\n", " ") or said in done.out
-    assert "niah h2o+caote@64 - h2o@64" in done.out
+    assert "niah random@64 - h2o@64" in done.out
     results = json.loads(Path("run/results.json").read_text())
     assert results["claim"]["says"] == "H2O finds more than chance"
     [row] = results["claim_verdict"]["rows"]
-    assert (row["verdict"], row["budgets"], row["n"]) == ("holds", ["48", "64"], 9)
-    assert len(results["samples"]["niah"]) == 9
-    again = kvtool("eval", "--rescore", "run", "-q")
+    assert (row["verdict"], row["budgets"], row["n"]) == ("holds", ["48", "64"], 6)
+    assert len(results["samples"]["niah"]) == 6
+    again = kvtool("eval", "--rescore", "run", "-q", "--no-plots")
     assert again.code == 0
     anew = json.loads(Path("run/results.json").read_text())
     for name in ("claim", "claim_verdict", "samples", "differences"):

@@ -10,7 +10,7 @@ from kvtool.errors import UsageError
 
 PROMPT = "The code is 12. " * 200
 LEAST = ("--prompt", PROMPT, "-p", "h2o", "-n", "2")
-EVAL = ("eval", "-t", "niah", "-p", "h2o,snapkv", "--lengths", "512", "--depths", "1")
+EVAL = ("eval", "-t", "niah", "-p", "h2o", "--lengths", "512", "--depths", "1")
 EVAL += ("--limit", "1", "--no-plots", "-o", "run", "-f", "json")
 
 
@@ -24,8 +24,9 @@ def free(monkeypatch):
     return say
 
 
-@pytest.mark.parametrize("flag", ["--memory", "--device-memory"])
-@pytest.mark.parametrize("command", ["generate", "compress"])
+@pytest.mark.parametrize(
+    ("command", "flag"), [("generate", "--memory"), ("compress", "--device-memory")]
+)
 def test_a_dry_run_splits_up_the_memory_of_another_machine(kvtool, command, flag):
     more = () if command == "generate" else ("--save", "a.safetensors")
     done = kvtool(command, *LEAST, *more, "-b", "64", "--dry-run", flag, "1GiB")
@@ -62,7 +63,6 @@ def test_other_commands_count_with_it(kvtool, command):
     [
         (("generate", *LEAST, "-b", "64", "--memory", "1GiB"), "goes with --dry-run or -b auto"),
         (("profile", "--memory", "1GiB"), "--device-memory goes with --dry-run"),
-        (("generate", *LEAST, "--dry-run", "--memory", "20%"), "is a number of bytes"),
         (
             ("generate", *LEAST, "--dry-run", "--memory", "1GiB", "--device-memory", "1GiB"),
             "are the same here; keep one",
@@ -120,7 +120,7 @@ def test_a_run_holds_the_number_and_keeps_it(kvtool, free):
     free(20 * 2**20)
     again = kvtool(*EVAL, "-b", "64,auto:50%")
     assert f"budget: {chosen}, as the run in run has it" in again.err
-    assert "resumed 5/5" in again.err
+    assert "resumed 3/3" in again.err
     anew = kvtool(*EVAL, "-b", "64,auto:50%", "--overwrite")
     assert f"budget: {chosen}" not in anew.err
 

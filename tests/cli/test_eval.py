@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,29 @@ from pathlib import Path
 import pytest
 import yaml
 
+import kvtool as library
 from kvtool.documents.results import ResultsDocument
 from kvtool.evaluation.run.store import Store
 
 QUICK = ("-t", "niah", "--lengths", "256", "--depths", "3")
 ARMS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
+TWO = ("-p", "streaming,h2o", "-b", "32")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run under `TWO`, made once."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    recipe = {"kind": "recipe", "policy": ["streaming", "h2o"], "budget": 32}
+    task = {"task": "niah", "lengths": [256], "depths": 3}
+    library.evaluate(recipe | {"eval": {"tasks": [task]}}, folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished, kvtool):
+    """A copy of it, `run`, in the folder of the test."""
+    shutil.copytree(finished, "run")
 
 
 def evaluate(kvtool, *arguments, code=0) -> ResultsDocument:
@@ -28,6 +47,7 @@ def scores(results) -> dict:
     return {(r.arm, r.task): (r.value, r.n, r.stderr, r.delta) for r in results.results}
 
 
+@pytest.mark.usefixtures("drawn_pages")
 def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     results = evaluate(kvtool, *QUICK, *ARMS, "-o", "runs/first")
     arms = [arm.name for arm in results.arms]
@@ -59,6 +79,7 @@ def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
     assert lock["eval"]["tasks"][0]["lengths"] == [256]
     page = (folder / "report.html").read_text()
     assert page.startswith("<!")
+    assert page.count('role="img"') > 3
     assert results.of("streaming@32", "niah").value < 1
     assert "Wrong answers beside their references" in page
     assert len(results.of("h2o(recent=8)+caote@32", "niah").cost.kept_per_layer) == 4
@@ -76,7 +97,8 @@ def test_a_run_without_a_bar_says_how_much_it_is_and_how_far(kvtool):
 
 
 def test_answers_of_one_token_compare_no_policies(kvtool):
-    run = (*QUICK, "--set", "eval.tasks.0.digits=1", "-p", "h2o", "-b", "32", "--no-plots")
+    run = ("-t", "niah", "--lengths", "256", "--depths", "1", "-p", "h2o", "-b", "32")
+    run += ("--set", "eval.tasks.0.digits=1", "--no-plots")
     warned = "niah: 100% of the right answers are one token"
     known = kvtool("eval", *run, "-f", "text", "-o", "known")
     assert any(line.startswith(warned) for line in known.err.splitlines())
@@ -88,7 +110,7 @@ def test_answers_of_one_token_compare_no_policies(kvtool):
 
 
 def test_right_answers_are_scored(kvtool):
-    run = ("-t", "niah,ruler/vt", "--lengths", "256", "--depths", "2", "--samples", "1")
+    run = ("-t", "niah,ruler/vt", "--lengths", "256", "--depths", "1", "--samples", "1")
     run += ("-p", "h2o,quest", "-b", "128", "-o", "run", "--answers", "scored")
     done = kvtool("eval", *run, "--no-plots", "-f", "json")
     lines = done.err.splitlines()
@@ -107,8 +129,8 @@ def test_right_answers_are_scored(kvtool):
     )
 
 
-def test_bytes_are_those_of_the_tensors(kvtool):
-    results = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", "-o", "run")
+def test_bytes_are_those_of_the_tensors(finished):
+    results = ResultsDocument(**json.loads((finished / "results.json").read_text()))
     cost, full = results.of("h2o@32", "niah").cost, results.of("full", "niah").cost
     per_token = 4 * 2 * 32 * 2 * 4  # layers heads dim k+v float32
     assert (cost.kept_tokens, cost.kv_bytes) == (32, 32 * per_token)
@@ -152,8 +174,8 @@ def test_a_question_that_is_known_cannot_be_kept(kvtool, given):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("run")
 def test_a_second_run_measures_only_what_is_new(kvtool):
-    evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     before = Path("run/samples/full/niah.jsonl").read_bytes()
     done = kvtool("eval", *QUICK, "-p", "streaming,tova", "-b", "32", "-o", "run", "--no-plots")
     assert done.code == 0
@@ -171,8 +193,8 @@ def test_a_second_run_measures_only_what_is_new(kvtool):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("run")
 def test_overwrite_starts_anew_in_a_run_only(kvtool):
-    evaluate(kvtool, *QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--overwrite")
     assert sorted(path.name for path in Path("run/samples").iterdir()) == ["full", "tova@32"]
     Path("mine").mkdir()
@@ -245,9 +267,9 @@ def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
     assert [result.n for result in results.results] == [1, 1]
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("run")
 def test_rescoring_needs_no_model_and_sees_changed_answers(kvtool, monkeypatch):
-    first = evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
+    first = ResultsDocument(**json.loads(Path("run/results.json").read_text()))
     assert first.of("full", "niah").value == 1.0
     monkeypatch.setattr("kvtool.models.attached.load", None)
     monkeypatch.setattr("kvtool.models.attached.load_tokenizer", None)
@@ -290,7 +312,7 @@ def test_a_run_is_exported_as_rows_of_the_leaderboard(kvtool):
     assert (again.code, again.out, again.err) == (0, done.out, "")
 
 
-@pytest.mark.exhaustive
+@pytest.mark.usefixtures("run")
 def test_gates_decide_the_exit_code(kvtool):
     run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run")
     low = evaluate(kvtool, *run, "--fail-under", "niah=0.1")
@@ -306,6 +328,7 @@ def test_gates_decide_the_exit_code(kvtool):
     assert "`niah` is scored from 0 to 1" in done.err
 
 
+@pytest.mark.usefixtures("run")
 def test_a_failed_gate_is_told(kvtool):
     run = (*QUICK, "-p", "streaming", "-b", "32", "-o", "run", "--no-plots")
     done = kvtool("eval", *run, "--fail-under", "niah=0.9", "--max-drop", "60")
@@ -327,7 +350,7 @@ def test_rescoring_refuses_what_a_run_has_settled(kvtool):
 
 def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     # a quarter of a short prompt is less than what streaming(sinks=60) always keeps
-    run = ("-t", "niah", "--lengths", "128,1K", "--depths", "1", "-p", "streaming(sinks=60)")
+    run = ("-t", "niah", "--lengths", "128,384", "--depths", "1", "-p", "streaming(sinks=60)")
     run = (*run, "-b", "25%", "-o", "run", "--no-plots")
     done = kvtool("eval", *run, "-f", "json")
     assert done.code == 4
@@ -342,16 +365,16 @@ def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     assert "error: niah, sample length=128/depth=50/0, streaming" in stopped.err
 
 
+@pytest.mark.usefixtures("run")
 def test_two_runs_in_one_folder_are_kept_apart(kvtool, tmp_path):
-    evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
     with Store(tmp_path / "run").locked():
         done = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run")
     assert done.code == 2
     assert "error: another run is writing to `run`" in done.err
 
 
+@pytest.mark.usefixtures("run")
 def test_results_of_another_schema_are_refused(kvtool):
-    evaluate(kvtool, *QUICK, "-p", "tova", "-b", "32", "-o", "run")
     path = Path("run/results.json")
     path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
     for arguments in ([*QUICK, "-p", "tova", "-b", "32", "-o", "run"], ["--rescore", "run"]):
@@ -387,14 +410,13 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("task", ["niah", "ruler/vt"])
-def test_a_dry_run_tells_the_bytes_that_the_run_then_holds(kvtool, task):
-    settings = ("-t", task, "--lengths", "512", "-L", "1", "--set", "generation.max_new_tokens=1")
+def test_a_dry_run_tells_the_bytes_that_the_run_then_holds(kvtool):
+    settings = ("-t", "niah", "--lengths", "512", "-L", "1", "--set", "generation.max_new_tokens=1")
     arms = ("-p", "streaming", "-b", "32,50%,17KiB,4K")
     told = yaml.safe_load(kvtool("eval", *settings, *arms, "--dry-run").out)
     (estimate,) = told["work"]["tasks"]
     results = evaluate(kvtool, *settings, *arms, "-o", "run")
-    held = {arm.name: results.of(arm.name, task).cost.kv_bytes for arm in results.arms}
+    held = {arm.name: results.of(arm.name, "niah").cost.kv_bytes for arm in results.arms}
     assert estimate["kv_bytes"] == held
     per_token = 4 * 2 * 32 * 2 * 4  # layers heads dim k+v float32
     assert held["full"] == estimate["longest_prompt"] * per_token
@@ -417,19 +439,11 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["-t", "nia", "-p", "h2o"], "did you mean `niah`?"),
-        (["-t", "niah", "-p", "h3o"], "did you mean `h2o`?"),
-        (["-t", "niah", "-p", "h2o", "-b", "4k"], "lower-case `k`"),
         (["-p", "h2o"], "error: no tasks"),
         (["-t", "niah", "--no-baseline"], "error: no policy to evaluate"),
-        (["-t", "niah", "--lengths", "16K"], "more than the 8192 positions"),
-        (["-t", "niah", "--lengths", "40"], "too short"),
-        (["-t", "niah", "--lengths", "-5"], "must be above 0"),
         (["-t", "niah", "--lengths", "0"], "must be above 0"),
         (["-t", "lm-eval"], "lm-eval/gsm8k"),
-        (["-t", "niah", "--depths", "x"], "depths must be"),
         (["-t", "fidelity", "--depths", "3"], "none of these tasks takes --depths"),
-        (["-t", "ruler/qa_1"], "ruler/qa_1` needs"),
         (["-t", "niah", "--data", "niah=x.json"], "takes no data"),
         (["-t", "niah", "--data", "haystack=x.txt", "-p", "h2o"], "x.txt` is neither builtin"),
         (
@@ -445,21 +459,14 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
             "leave out the temperature",
         ),
         (["-t", "longbench/qasper", "--data", "longbench/qasper=no.jsonl"], "no.jsonl"),
-        (["-t", "niah", "--fail-under", "ppl=3"], "no such task in this run"),
-        (["no.yaml"], "`no.yaml` does not exist"),
-        (["--rescore", "nowhere"], "no folder `nowhere`"),
         (["--rescore", "", "-o", "-"], "--rescore: no folder ``"),
         (["-t", ",", "-p", "h2o"], "--tasks is empty"),
         (["-t", "niah", "-p", ""], "--policy is empty"),
         (["-t", "niah", "-p", "h2o", "-b", ""], "--budget is empty"),
         (["-t", "niah", "-o", " "], "--output is empty"),
         (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
-        (["-t", "niah", "--device", "gpu"], "no device `gpu`"),
         (["-t", "niah", "-p", "h2o", "--no-baseline", "--max-drop", "3"], "from the full cache"),
         (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
-        (["-t", "niah", "-m", "./nowhere"], "`./nowhere` does not exist"),
-        (["-t", "niah", "-s", "eval.tasks.0.lenths=3"], "did you mean `lengths`?"),
-        (["-t", "niah,niah"], "given twice"),
         (["-t", "niah", "-f", "board"], "-f board has RULER's scores in its columns"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -499,19 +506,6 @@ def test_data_without_the_needed_columns_names_them(kvtool):
     assert "answers" in done.err
     assert "context" in done.err
     assert done.err.count("\n") <= 4
-
-
-def test_mistakes_in_a_recipe_are_all_told_with_their_places(kvtool):
-    Path("bad.yaml").write_text(
-        "kind: recipe\nschema_version: 1\npolicy: h2o\nbudgte: 64\neval:\n  tasks:\n"
-        "    - {task: niah, lenths: 3}\n"
-    )
-    done = kvtool("eval", "bad.yaml")
-    assert done.code == 2
-    assert "bad.yaml:4:1: budgte: unknown key `budgte`; did you mean `budget`?" in done.err
-    Path("bad.yaml").write_text(Path("bad.yaml").read_text().replace("budgte", "budget"))
-    done = kvtool("eval", "bad.yaml")
-    assert "bad.yaml:7:20: eval.tasks.0.lenths: unknown key `lenths`" in done.err
 
 
 @pytest.mark.exhaustive

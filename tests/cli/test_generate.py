@@ -190,22 +190,19 @@ def test_what_a_family_limits_is_said_on_stderr(kvtool, tmp_path, family, settin
 NEEDLE = "The secret code for falcon: 7429103. The old lamp was near the school."
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
-    ("size", "handful"),
+    ("command", "size", "handful"),
     [
-        ("15", 15),
-        ("16", None),
-        ("20%", 4),
-        ("67%", None),
-        ("8KiB", 2),
-        ("512", None),
-        ("64MiB", None),
+        ("compress", "15", 15),
+        ("generate", "16", None),
+        ("generate", "20%", 4),
+        ("compress", "8KiB", 2),
+        ("compress", "64MiB", None),
     ],
 )
-@pytest.mark.parametrize("command", ["generate", "compress"])
 def test_a_budget_of_a_handful_of_tokens_is_noted(kvtool, command, size, handful):
-    done = kvtool(command, "--prompt", NEEDLE, "-p", "h2o", "-b", size, "--save", "a.st")
+    more = ("-n", "2") if command == "generate" else ("--save", "a.st")
+    done = kvtool(command, "--prompt", NEEDLE, "-p", "h2o", "-b", size, *more)
     assert done.code == 0
     notes = [line for line in done.err.splitlines() if "handful" in line]
     told = f"note: {handful} tokens are a handful; what comes of so few makes little sense"
@@ -213,6 +210,6 @@ def test_a_budget_of_a_handful_of_tokens_is_noted(kvtool, command, size, handful
 
 
 def test_eval_notes_its_smallest_budget_if_it_is_a_handful(kvtool):
-    options = ["eval", "-t", "niah", "-p", "h2o", "--dry-run"]
+    options = ["eval", "-t", "niah", "--lengths", "256", "-L", "1", "-p", "h2o", "--dry-run"]
     assert "note: 9 tokens are a handful" in kvtool(*options, "-b", "64,9").err
     assert "handful" not in kvtool(*options, "-b", "64").err

@@ -35,7 +35,6 @@ def folder(tmp_path):
     "entries",
     [
         {"num_hidden_layers": 10**7},
-        {"num_hidden_layers": "2"},
         {"head_dim": [16]},
         {"num_key_value_heads": 10**9},
         {"model_type": "mistral", "sliding_window": -5},
@@ -44,7 +43,7 @@ def folder(tmp_path):
     ],
     ids=lambda entries: ",".join(entries),
 )
-@pytest.mark.few(9)
+@pytest.mark.each_once
 def test_one_line_before_anything_is_built(kvtool, folder, entries, command):
     folder(**entries)
     done = kvtool(*COMMANDS[command], "-m", "m")

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from kvtool.policies.table import BASES, MODIFIERS
 from kvtool.version import VERSION
+from tests.cli.test_startup import ended
 from tests.tiers import first
 
 KVTOOL = str(Path(sys.executable).with_name("kvtool"))
@@ -29,27 +30,18 @@ def test_help_names_the_commands():
         assert command in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["--version"]])
-def test_help_imports_nothing_heavy(arguments):
-    program = (
-        "import sys\nfrom kvtool.cli.main import main\nmain(sys.argv[1:])\n"
-        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'yaml', 'rich'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True
-    )
-    assert done.stderr == "[]\n"
+def test_help_imports_nothing_heavy():
+    heavy = ["torch", "transformers", "numpy", "datasets", "yaml", "rich"]
+    commands = (["--help"], ["generate", "--help"], ["--version"])
+    assert [each[:2] for each in ended(*commands, watched=heavy)] == [[0, []]] * 3
 
 
-def test_a_wrong_prompt_is_refused_before_torch_is_imported():
-    program = (
-        "import sys\nfrom kvtool.cli.main import main\n"
-        "code = main(['generate', '--prompt-file', '-', '-p', 'h2o'])\n"
-        "print(code, 'torch' in sys.modules)"
+def test_a_wrong_prompt_is_refused_before_torch_is_imported(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xff")
+    ((code, imported, _),) = ended(
+        ["generate", "--prompt-file", str(tmp_path / "a.txt"), "-p", "h2o"], watched=["torch"]
     )
-    done = subprocess.run([sys.executable, "-c", program], input=b"\xff", capture_output=True)
-    assert done.stdout == b"2 False\n"
+    assert (code, imported) == (2, [])
 
 
 def test_importing_kvtool_imports_no_torch():
@@ -129,7 +121,7 @@ def test_ctrl_c_before_the_first_token_ends_quietly():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("turns", first(1, [False, True]))
-def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
+def test_ctrl_c_ends_the_line_and_keeps_what_there_is(shipped_model, kvtool, tmp_path, turns):
     (tmp_path / "turns.txt").write_text("The old lamp was\nThe old school was\n")
     said = ["--turns", tmp_path / "turns.txt"] if turns else ["--prompt", "The old lamp was"]
     running = start("generate", *said, "-n", "32K", "--stream", "--save", tmp_path / "a.st")
@@ -147,8 +139,8 @@ def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
     with safe_open(tmp_path / "a.st", "pt") as file:
         seen, ids = int(file.metadata()["tokens_seen"]), file.get_tensor("input_ids")
     assert ids.shape[1] == seen + 1
-    done = process("generate", "-q", "--cache", tmp_path / "a.st", "-n", "2")
-    assert (done.returncode, done.stderr) == (0, "")
+    done = kvtool("generate", "-q", "--cache", str(tmp_path / "a.st"), "-n", "2")
+    assert (done.code, done.err) == (0, "")
 
 
 @pytest.mark.exhaustive
@@ -156,7 +148,6 @@ def test_ctrl_c_ends_the_line_and_keeps_what_there_is(tmp_path, turns):
     "arguments",
     [
         ["generate", "--prompt", "The old lamp", "-n", "2K", "--stream"],
-        ["generate", "--prompt", "The old lamp", "-n", "2", "-f", "json"],
         ["policies"],
     ],
 )

@@ -2,10 +2,13 @@
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvtool.cli.main import main
 from kvtool.evaluation.run.index import read_results_file
 
 FILE = Path(__file__).parents[2] / "recipes" / "measure.py"
@@ -17,13 +20,20 @@ SPEC.loader.exec_module(MEASURE)
 @pytest.mark.parametrize("name", MEASURE.RUNS)
 def test_every_run_is_one_that_can_be_made(name, kvtool, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = kvtool("eval", *MEASURE.RUNS[name], "--dry-run", "-q")
+    done = kvtool("eval", *MEASURE.RUNS[name], "--limit", "1", "--dry-run", "-q")
     assert done.code == 0, done.err
 
 
 def test_a_run_is_measured_and_its_table_printed(tmp_path, monkeypatch, capsys):
     small = ("-t", "niah", "-p", "h2o", "-b", "48,64", "--lengths", "128", "--depths", "3")
-    monkeypatch.setattr(MEASURE, "RUNS", {"small": small})
+    monkeypatch.setattr(MEASURE, "RUNS", {"small": (*small, "--no-plots")})
+
+    def run(command, check, stdout):
+        assert command[:3] == [sys.executable, "-m", "kvtool"]
+        assert (main(command[3:]), check) == (0, True)
+        capsys.readouterr()
+
+    monkeypatch.setattr(MEASURE, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
     MEASURE.main(["small", "--folder", str(tmp_path / "runs")])
     values = {
         result.arm: f"{result.value:.2f}"

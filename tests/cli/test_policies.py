@@ -56,7 +56,7 @@ def test_in_a_file(kvtool, tmp_path):
     assert json.loads((tmp_path / "table.json").read_text())[0]["name"] == "full"
 
 
-@pytest.mark.parametrize("columns", [None, 100, 110, 200])
+@pytest.mark.parametrize("columns", [None, 200])
 def test_the_table_fits_and_holds_every_fact(kvtool, at_terminal, columns):
     done = at_terminal("policies", columns=columns) if columns else kvtool("policies")
     table = done.out
@@ -76,20 +76,20 @@ def test_the_table_fits_and_holds_every_fact(kvtool, at_terminal, columns):
     assert ("my_package.my_module:MyScore" in done.err) == bool(columns)
 
 
-@pytest.mark.parametrize("name", MODIFIERS)
-def test_what_a_modifier_goes_on_can_be_worked_out_from_its_row(kvtool, name):
+def test_what_a_modifier_goes_on_can_be_worked_out_from_its_row(kvtool):
     table = kvtool("policies").out
     everything = set(words(table.split("all that evict: ")[-1].split("One in full")[0]).split())
     assert "full" not in everything, "it evicts nothing, though codecs go on it"
-    told = cell(table, f"+{name}", "goes on")
-    found = re.fullmatch(r"(all that evict)?(?: but ([^,]+))?(?:, and (.+))?|(.+)", told)
-    taken = set((found[4] or "").split())
-    if found[1]:
-        taken = (everything - set((found[2] or "").split())) | set((found[3] or "").split())
-    assert taken == set(ENTRIES[name].goes_on)
+    for name in MODIFIERS:
+        told = cell(table, f"+{name}", "goes on")
+        found = re.fullmatch(r"(all that evict)?(?: but ([^,]+))?(?:, and (.+))?|(.+)", told)
+        taken = set((found[4] or "").split())
+        if found[1]:
+            taken = (everything - set((found[2] or "").split())) | set((found[3] or "").split())
+        assert taken == set(ENTRIES[name].goes_on), name
 
 
-@pytest.mark.parametrize("columns", [40, 60, 99])
+@pytest.mark.parametrize("columns", [40, 99])
 def test_a_narrow_terminal_wraps(at_terminal, columns):
     text = at_terminal("policies", columns=columns).out
     assert max(map(len, text.splitlines())) <= columns
@@ -102,7 +102,7 @@ def test_a_narrow_terminal_wraps(at_terminal, columns):
                 assert f"{parameter}={value}" in whole
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_in_full(kvtool, name):
     entry = ENTRIES[name]
@@ -159,7 +159,6 @@ def test_names_are_read_as_in_policy_strings(kvtool):
     ("name", "told"),
     [
         ("snapvk", ["no policy or modifier named `snapvk`", "did you mean `snapkv`?"]),
-        ("+coate", ["no policy or modifier named `+coate`", "did you mean `caote`?"]),
         ("zebra", ["no policy or modifier named `zebra`", "`kvtool policies` lists them"]),
         ("loco", ["policy `loco` is not offered: it merges tokens with weights that need"]),
         ("", ["no policy or modifier named ``", "`kvtool policies` lists them"]),

@@ -14,7 +14,7 @@ from kvtool.documents.source import Source
 from kvtool.models import reference
 from kvtool.profiling.request import METRICS
 
-QUICK = ("--samples", "2", "--tokens", "200", "--decode", "20")
+QUICK = ("--samples", "2", "--tokens", "100", "--decode", "10")
 
 
 def profile(kvtool, *arguments) -> ProfileDocument:
@@ -32,7 +32,7 @@ def test_a_piped_profile_is_yaml_with_a_number_per_layer(kvtool):
     assert data["model"]["id"] == "reference"
     assert data["model"]["kv_bytes_per_token"] == 2 * 4 * 2 * 32 * 4
     assert data["data"]["samples"] == 2
-    assert (data["data"]["tokens"], data["data"]["decode"]) == (200, 20)
+    assert (data["data"]["tokens"], data["data"]["decode"]) == (100, 10)
     assert list(data["metrics"]) == ["f_variance", "entropy", "query_cosine", "topk_union"]
     for values in data["metrics"].values():
         assert len(values) == data["model"]["layers"] == 4
@@ -65,7 +65,7 @@ def test_every_metric_at_once(kvtool, tmp_path):
     for name in METRICS:
         assert getattr(document.metrics, name) is not None
     errors = document.metrics.output_error
-    assert (errors.policy, errors.budgets) == ("tova", [20, 64, 100])
+    assert (errors.policy, errors.budgets) == ("tova", [10, 50, 64])
     assert all(len(row) == 3 for row in errors.errors)
 
 
@@ -96,7 +96,7 @@ def test_losses_of_heads_are_written_beside_those_of_layers(kvtool, tmp_path):
 def test_default_budgets_are_shares_of_the_text(kvtool):
     document = profile(kvtool, *QUICK, "--metrics", "output_error")
     assert document.metrics.output_error.policy == "h2o"
-    assert document.metrics.output_error.budgets == [12, 25, 50, 100]
+    assert document.metrics.output_error.budgets == [6, 12, 25, 50]
 
 
 def test_memory_needs_a_configuration_and_nothing_else(kvtool, tmp_path):
@@ -128,7 +128,7 @@ def test_a_table_for_people(kvtool):
     line = next(line for line in done.out.splitlines() if "column-sum entropy" in line)
     assert "█" in line
     assert "longest context that fits" in done.out
-    assert "2 texts of 200 tokens from builtin" in done.out
+    assert "2 texts of 100 tokens from builtin" in done.out
 
 
 @pytest.mark.parametrize("more", [(), ("-o", "-")])
@@ -145,8 +145,8 @@ def test_a_dry_run_says_what_would_be_measured(kvtool):
     done = kvtool("profile", "--dry-run", *QUICK, "--metrics", "memory,output_error,entropy")
     data = yaml.safe_load(done.out)
     assert data["metrics"] == ["entropy", "output_error", "memory"]
-    assert data["output_error"] == {"policy": "h2o", "budgets": [12, 25, 50, 100]}
-    assert data["data"]["decode"] == 20
+    assert data["output_error"] == {"policy": "h2o", "budgets": [6, 12, 25, 50]}
+    assert data["data"]["decode"] == 10
 
 
 @pytest.mark.exhaustive
@@ -160,9 +160,7 @@ def test_a_picture_is_drawn(kvtool, tmp_path):
 REFUSED = {
     "unknown metric": (["--metrics", "entropie"], "no metric `entropie`", "`entropy`"),
     "no metric": (["--metrics", ","], "--metrics names nothing", "f_variance"),
-    "no tokens": (["--tokens", "0"], "--tokens must be 1 or more, got 0", None),
     "no decoding": (["--decode", "0"], "--decode must be 1 or more, got 0", None),
-    "lower-case k": (["--tokens", "4k"], "lower-case `k` in `4k`", "`4K`"),
     "too long": (
         ["--tokens", "16K"],
         "16384 tokens and 128 decoded are more than the 8192",
@@ -183,20 +181,14 @@ REFUSED = {
         "--plot: memory alone has no picture",
         None,
     ),
-    "missing model": (["-m", "./gone"], "model folder `./gone` does not exist", None),
 }
 ERROR_REFUSED = {
-    "unknown policy": (["-p", "snapvk"], "no policy named `snapvk`", "`snapkv`"),
-    "full": (["-p", "full"], "policy `full` keeps everything", None),
     "full in 4 bits": (
         ["-p", "full+int4(rotate=false)"],
         "policy `full+int4(rotate=false)` keeps everything, and a profile measures",
         "kvtool eval -t output-error -p 'full+int4(rotate=false)'",
     ),
-    "split": (["-p", "h2o+d2o-alloc"], "policy `h2o+d2o-alloc` splits a budget", "--policy h2o"),
     "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "snapkv"),
-    "too small": (["-p", "streaming", "--budgets", "4"], "budget 4 is not above sinks 4", None),
-    "too large": (["--budgets", "4K"], "--budgets: 4096 is above the 1024 tokens", None),
     "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is a size of the whole cache", "shares"),
 }
 

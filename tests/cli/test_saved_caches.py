@@ -20,7 +20,7 @@ def token_ids(kvtool, *arguments):
 
 @pytest.mark.few(2)
 @pytest.mark.each_once
-@pytest.mark.parametrize("policy", ["full", "h2o+caote", "tova", "snapkv(window=4)", "streaming"])
+@pytest.mark.parametrize("policy", ["full", "h2o+caote", "snapkv(window=4)"])
 @pytest.mark.parametrize("prefill", ["full", "block:5"])
 def test_a_continued_run_is_the_unbroken_run(kvtool, policy, prefill):
     options = ["--prompt", PROMPT, "-p", policy, "--prefill", prefill]
@@ -87,7 +87,7 @@ def test_flags_that_disagree_are_refused(kvtool):
 
 
 @pytest.mark.usefixtures("saved")
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0.001, 0.99])
 def test_a_truncated_file_is_refused(kvtool, tmp_path, share):
     data = (tmp_path / "a.st").read_bytes()
     (tmp_path / "b.st").write_bytes(data[: int(share * len(data))])

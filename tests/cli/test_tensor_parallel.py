@@ -57,7 +57,7 @@ def second_of_three(monkeypatch):
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize("command", ["generate", "compress", "profile"])
+@pytest.mark.parametrize("command", ["generate", "profile"])
 def test_several_processes_do_not_do_the_same(kvtool, second_of_three, command):
     done = kvtool(command)
     assert (done.code, done.out) == (2, "")

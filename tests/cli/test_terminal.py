@@ -84,10 +84,7 @@ def test_turns_and_names_of_models(on_terminal, tmp_path):
     "arguments",
     [
         ("generate", "-p", f"h2o{ESCAPE}"),
-        ("generate", "-p", f"h2o({ESCAPE}=3)"),
         ("generate", "--prompt-file", ESCAPE),
-        ("generate", "--set", f"{ESCAPE}=3"),
-        ("generate", "-m", f"./{ESCAPE}"),
         ("eval", "-t", f"niah{ESCAPE}", "-p", "h2o"),
     ],
     ids=ascii,
@@ -116,7 +113,7 @@ def test_the_model_is_named_before_it_is_loaded_on_a_terminal_alone(kvtool, monk
 def test_a_long_prompt_has_a_bar(kvtool, monkeypatch, tmp_path, command):
     monkeypatch.setattr("kvtool.generation.reading._PATIENCE", 0.0)
     monkeypatch.setattr("kvtool.generation.reading._LONG", 64)
-    (tmp_path / "book.txt").write_text("The old lamp was near the school. " * 20)
+    (tmp_path / "book.txt").write_text("The old lamp was near the school. " * 10)
     more = ["-n", "1"] if command == "generate" else ["--save", "a.st"]
     given = (command, "-p", "h2o", "-b", "16", "--prefill", "block:32", "--prompt-file", "book.txt")
     assert "tokens of the prompt read" in kvtool(*given, *more, "--progress").err

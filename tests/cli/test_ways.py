@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_startup import ended
 from tests.models.published import LLAMA_3 as LLAMA
 from tests.models_for_tests import FAMILIES
 
@@ -36,7 +35,7 @@ def planned(kvtool, *arguments):
 
 
 @pytest.mark.parametrize(
-    "asked", [["--bytes", "300KiB"], ["--bytes", "2MiB"], ["--memory", "3MiB", "-n", "16"]], ids=str
+    "asked", [["--bytes", "300KiB"], ["--memory", "3MiB", "-n", "16"]], ids=str
 )
 def test_every_command_is_accepted(kvtool, folders, asked):
     model = ["-m", "a small one", "--context", "1K"]
@@ -56,15 +55,7 @@ def test_every_command_is_accepted(kvtool, folders, asked):
         assert said["model"] == "a small one"
 
 
-@pytest.mark.parametrize("form", ["text", "yaml"])
-@pytest.mark.parametrize("asked", [["--bytes", "5GiB"], ["--memory", "24GiB"]], ids=str)
-def test_a_folder_with_a_configuration_alone_needs_no_torch(folders, tmp_path, asked, form):
-    model = ["-m", "llama", "--context", "100K", "-n", "1K", "-f", form]
-    assert ended("plan-budget", *model, *asked, cwd=tmp_path)[-1] == "0 ['pydantic']"
-
-
-@pytest.mark.parametrize("width", [62, 80, 120, 200])
-@pytest.mark.parametrize("asked", [{"bytes": "5GiB"}, {"memory": "24GiB"}], ids=str)
+@pytest.mark.parametrize(("width", "asked"), [(62, {"bytes": "5GiB"}), (120, {"memory": "24GiB"})])
 def test_ways_are_readable_at_every_width(folders, tmp_path, width, asked):
     from kvtool.calls.plan import plan
 
@@ -108,7 +99,7 @@ def test_a_profile_alone_has_no_ways_and_no_memory(kvtool):
     assert "--memory needs the model's configuration" in done.err
 
 
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v3", "qwen3_next", "llama4", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
 def test_models_of_all_shapes_have_ways(kvtool, family):
     from transformers import AutoConfig
 
