@@ -92,10 +92,12 @@ def in_part(name: str, part: int, parts: int) -> bool:
 
 
 def first(count: int, values: Iterable) -> list:
-    """Values for `parametrize`, all but a number of first ones marked for the exhaustive tier.
+    """Values for `parametrize`, all but a number of first ones marked for the exhaustive tier."""
+    return first_rows(count, ((value,) for value in values))
 
-    A tuple holds one for each name.
-    """
-    values = [value if isinstance(value, tuple) else (value,) for value in values]
-    marks = [[]] * count + [pytest.mark.exhaustive] * (len(values) - count)
-    return [pytest.param(*value, marks=mark) for value, mark in zip(values, marks, strict=False)]
+
+def first_rows(count: int, rows: Iterable[tuple]) -> list:
+    """The same for rows of values, one for each name."""
+    rows = list(rows)
+    rest = (pytest.param(*row, marks=pytest.mark.exhaustive) for row in rows[count:])
+    return [*(pytest.param(*row) for row in rows[:count]), *rest]

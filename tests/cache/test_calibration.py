@@ -15,7 +15,7 @@ from kvtool.policies.numbers import ALL_HERE
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
 from tests.reference import policies
 from tests.reference.calidrop import CalibratingOracle
-from tests.tiers import first
+from tests.tiers import first, first_rows
 
 LENGTH, BUDGET, NEW = 41, 20, 16
 MODES = {"full": None, "block:20": 20}
@@ -30,7 +30,7 @@ def model(family):
 
 @pytest.mark.parametrize(
     ("family", "mode", "base", "settings", "theta1", "theta2", "granularity"),
-    first(
+    first_rows(
         2,
         [
             ("llama", "block:20", "h2o", {}, 0.4, 0.6, "head"),
@@ -86,7 +86,7 @@ def outputs(model, policy, budget, ids, tokens, mode="full", mask=None):
 
 @pytest.mark.parametrize(
     ("base", "mode"),
-    first(
+    first_rows(
         1,
         [
             ("h2o+caote", "block:16"),

@@ -14,7 +14,7 @@ from kvtool.kernels import checks, trust
 from kvtool.kernels.kind import Family
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
-from tests.tiers import first
+from tests.tiers import first, first_rows
 
 pytest.importorskip("triton")
 
@@ -60,7 +60,7 @@ def small_model(**changes):
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first(
+    first_rows(
         1,
         [
             ("h2o", "block:16"),

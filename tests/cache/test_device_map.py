@@ -15,7 +15,7 @@ from kvtool.cache.files.save import save_cache
 from kvtool.generation.feeding import decode_step, prefill
 from tests.cache.split_model import BUDGET, one
 from tests.models_for_tests import any_cache, peaky_model, random_ids
-from tests.tiers import first
+from tests.tiers import first, first_rows
 
 PLACES = {
     "model.embed_tokens": "cpu",
@@ -75,7 +75,7 @@ def on_two_devices():
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first(1, [("h2o+caote", "block:16"), ("random", "full")]),
+    first_rows(1, [("h2o+caote", "block:16"), ("random", "full")]),
 )
 def test_slots_live_beside_their_layer(policy, mode):
     model = on_two_devices()

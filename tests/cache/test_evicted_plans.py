@@ -6,14 +6,14 @@ import torch
 import kvtool
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
-from tests.tiers import first
+from tests.tiers import first_rows
 
 TOKENS = [31, 12]
 
 
 @pytest.mark.parametrize(
     ("policy", "mode"),
-    first(
+    first_rows(
         1,
         [
             ("h2o+caote+calidrop", "full"),

@@ -19,7 +19,7 @@ from kvtool.models import reference
 from kvtool.policies.codec.fp8 import FP8
 from kvtool.policies.codec.int4 import Int4
 from kvtool.policies.codec.int8 import Int8
-from tests.tiers import first
+from tests.tiers import first, first_rows
 
 CHECKPOINT = Path(reference.__file__).parent / "checkpoint"
 TEXT = (
@@ -73,7 +73,7 @@ def outcome(codec: str, pairs: str, size: float) -> str:
 
 @pytest.mark.parametrize(
     ("codec", "pairs", "size"),
-    first(
+    first_rows(
         2,
         [
             ("int4", "slowest", 100.0),
