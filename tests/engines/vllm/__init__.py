@@ -1,1 +1,1 @@
-"""Compressed caches behind vLLM; `python -m tests.engines.vllm` measures the real engine."""
+"""Compressed caches for vLLM: exported files and the connector."""

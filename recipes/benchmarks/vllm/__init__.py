@@ -1,0 +1,1 @@
+"""Compressed caches behind the real vLLM: right answers, bytes and seconds."""
