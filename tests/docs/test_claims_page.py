@@ -101,57 +101,6 @@ def test_the_real_model_ranks_as_larger_ones_and_the_bundled_one_does_not():
     assert "its scores are not on\nthe first page" in text
 
 
-def test_longer_texts_are_judged_at_the_same_shares(tmp_path):
-    """The budgets of the claim are doubled; pairs that one length lacks are left out."""
-    known = FOLDER / "results" / "smollm2" / "choosing-known.json"
-    run = ResultsDocument(**json.loads(known.read_text()))
-    larger = {128: 256, 256: 512, None: None}
-    wanted = ("full", "h2o", "h2o+caote", "random", "streaming", "tova")
-    arms = {
-        arm.name: arm.model_copy(
-            update={"name": arm.name.replace(f"@{arm.budget}", f"@{larger[arm.budget]}")}
-            | {"budget": larger[arm.budget]}
-        )
-        for arm in run.arms
-        if arm.policy in wanted
-    }
-    longer = [
-        result.model_copy(update={"arm": arms[result.arm].name})
-        for result in run.results
-        if result.arm in arms
-    ]
-    changed = {"name": "longer-known", "arms": list(arms.values()), "results": longer}
-    (tmp_path / "smollm2").mkdir()
-    (tmp_path / "smollm2" / known.name).write_text(known.read_text())
-    assert PAGE._longer(tmp_path) == ""
-    file = tmp_path / "smollm2" / "longer-known.json"
-    file.write_text(run.model_copy(update=changed).to_json())
-    section = PAGE._longer(tmp_path)
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if "](#" in line]
-    assert {row[0].rpartition("](#")[2] for row in rows} >= {"caote)", "order)"}
-    for name, short, long in rows:
-        assert short == long, name  # the scores are the same ones
-    assert "`longer-known` was measured with smollm2" in section
-
-
-def test_answers_of_kvpress_are_set_beside_ours(results, tmp_path):
-    """Six texts, of which kvpress answers one less; worked by hand."""
-    line = {"policy": "keydiff", "press": "KeyDiffPress()", "ours": [1.0] * 6}
-    lines = [
-        line | {"theirs": [0.0] + [1.0] * 5, "same": 4},
-        line | {"theirs": [1.0] * 6, "press": "", "same": 6},
-    ]
-    written(results, tmp_path)
-    (tmp_path / "kvpress.json").write_text(json.dumps({"title": "a model", "lines": lines}))
-    (tmp_path / "why.json").write_text(json.dumps({"kvpress": "One text of six is a tie."}))
-    text = PAGE.page(tmp_path)
-    assert "| `keydiff` | `KeyDiffPress()` | 1.000 | 0.833 | +0.167 [0, +0.500] | 4 |" in text
-    assert "| `keydiff` | – | 1.000 | 1.000 | 0 [0, 0] | 6 |" in text
-    assert "float32 (a model)" in text
-    assert "over 6 texts" in " ".join(text.split())
-    assert "\nOne text of six is a tie.\n" in text
-
-
 @pytest.fixture(scope="module")
 def ranking():
     return runpy.run_path(str(FOLDER / "ranking.py"))
@@ -175,18 +124,6 @@ def test_scores_are_means_of_shares_of_the_full_cache(ranking, results):
     shares = {"roco": pytest.approx(75), "random": pytest.approx(25)}
     assert ranking["scores"]([run], "50%") == shares
     assert ranking["scores"]([run], 50) == {}
-
-
-def test_a_policy_that_one_side_lacks_is_not_ranked(ranking):
-    setting = ranking["Setting"]("later", {"theirs": {"a": 3.0, "b": 2.0, "c": 1.0}}, {})
-    agree = {}
-    table = ranking["_table"](setting, {"ours": {"a": 90.0, "c": 10.0, "d": 50.0}}, agree)
-    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == [
-        "| `a`",
-        "| `c`",
-        "| Spearman",
-    ]
-    assert agree == {"ours": [pytest.approx(1.0)]}
 
 
 def test_ranks_are_correlated(ranking):
@@ -216,27 +153,6 @@ def test_each_budget_has_its_own_difference_and_a_star_where_it_decides():
     of_pair = "| `rocketkv` | `sparq` | ruler/niah_multikey_1 | 64, 128, 256 |"
     row = next(line for line in text.splitlines() if line.startswith(of_pair))
     assert "| +15.0* / -14.5* / -0.5 | 200 | undecided |" in row
-
-
-def test_a_reason_stands_below_its_claim(results, tmp_path):
-    written(results, tmp_path)
-    (tmp_path / "why.json").write_text(
-        json.dumps({"order": "The last query attends to one code in ten."})
-    )
-    assert "\nWhy: The last query attends to one code in ten.\n" in PAGE.page(tmp_path)
-
-
-def test_no_page_is_written_of_what_holds_no_results(tmp_path, monkeypatch):
-    folder = tmp_path / "results"
-    before = (FOLDER / "README.md").read_text()
-    monkeypatch.setattr("sys.argv", ["page.py", str(folder)])
-    with pytest.raises(SystemExit, match="no folder"):
-        PAGE.main()
-    folder.mkdir()
-    (folder / "order.json").write_text("{}")
-    with pytest.raises(SystemExit, match="holds no results"):
-        PAGE.main()
-    assert (FOLDER / "README.md").read_text() == before
 
 
 def test_the_codes_of_the_evaluation_page_are_those_of_the_claims():

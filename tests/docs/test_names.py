@@ -55,16 +55,6 @@ def is_known(name: str) -> bool:
     return True
 
 
-def test_what_is_missing_is_found():
-    assert unknown_files("`cache/storage/`, `cache/cache.py`, `nothing.py`", ROOT / "kvtool") == [
-        "cache/storage/",
-        "nothing.py",
-    ]
-    assert unknown_modules("kvtool.cache.storage, kvtool.generate, kvtool.cache.cache") == [
-        "kvtool.cache.storage"
-    ]
-
-
 def test_what_the_pages_name_exists():
     found = {}
     for page in PAGES:

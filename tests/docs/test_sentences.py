@@ -45,21 +45,3 @@ def test_the_sentences_of_every_page_are_short():
         means[name] = sum(map(words, found)) / len(found)
     assert long == []
     assert {name: mean for name, mean in means.items() if mean > MEAN} == {}
-
-
-def test_sentences_and_words_are_counted():
-    text = (
-        "# A headline of five words\n\n"
-        "The [first page](README.md) takes `-b 512 -p h2o` and 4K, see the\nnext line. kvtool "
-        "does\nnot stop (at 2.5 or at ..) here.\n\n"
-        "[Links](a.md) · [alone](b.md)\n\n"
-        "| a | table |\n\n```bash\nkvtool generate\n```\n"
-        "- An item:\n- another; of **bold** words.\n"
-    )
-    assert sentences(text) == [
-        "The first page takes CODE and 4K, see the next line.",
-        "kvtool does not stop (at 2.5 or at ..) here.",
-        "An item:",
-        "another; of **bold** words.",
-    ]
-    assert [words(sentence) for sentence in sentences(text)] == [11, 9, 2, 4]

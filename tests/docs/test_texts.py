@@ -75,35 +75,6 @@ def test_novels_are_read_and_written(texts, tmp_path, capsys):
     assert rows[0]["text"] == f"{LONG.strip()} went on."
 
 
-def test_a_package_is_downloaded_where_none_is_given(texts, tmp_path, monkeypatch):
-    def run(command, cwd, **settings):
-        assert command == ["apt-get", "download", "r-cran-janeaustenr"]
-        (cwd / "r-cran-janeaustenr_1_all.deb").write_bytes(package(NOVELS))
-        return subprocess.CompletedProcess(command, 0, "", "")
-
-    monkeypatch.setattr(texts.shutil, "which", lambda name: f"/usr/bin/{name}")
-    monkeypatch.setattr(texts.subprocess, "run", run)
-    monkeypatch.chdir(tmp_path)
-    assert texts.main(["austen"]) == 0
-    assert (tmp_path / "texts" / "austen" / "two.txt").is_file()
-
-
-def failed(command, **settings):
-    return subprocess.CompletedProcess(command, 100, "", "W: odd\nE: Unable to connect\n")
-
-
-def test_what_is_missing_is_told_in_one_line(texts, monkeypatch, capsys):
-    monkeypatch.setattr(texts.subprocess, "run", failed)
-    for apt, told in [
-        (None, "no apt-get on this system; give a downloaded r-cran-janeaustenr_*.deb with --deb"),
-        ("/usr/bin/apt-get", "apt-get download r-cran-janeaustenr failed (E: Unable to connect);"),
-    ]:
-        monkeypatch.setattr(texts.shutil, "which", lambda name, apt=apt: apt)
-        assert texts.main(["austen"]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith(f"error: {told}")
-
-
 def test_other_packages_are_refused(texts, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for content, told in [
@@ -117,14 +88,6 @@ def test_other_packages_are_refused(texts, tmp_path, monkeypatch, capsys):
         assert texts.main(["austen", "--deb", "austen.deb"]) == 1
         assert capsys.readouterr().err.startswith(f"error: {told}")
         assert not Path("texts").exists()
-
-
-def test_it_says_that_rdata_is_missing(texts, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "rdata", None)
-    monkeypatch.setitem(sys.modules, "rdata.parser", None)
-    with pytest.raises(texts.TextsError, match="pip install rdata"):
-        texts.read_r(b"")
 
 
 @pytest.mark.slow

@@ -101,25 +101,3 @@ def test_pages_use_the_words():
         twins = [] if "tests" in place.parts else TWIN.findall(QUOTED.sub(" ", text))
         wrong += [f"{place}: {word}" for word in refused(text) + twins]
     assert wrong == []
-
-
-USES = {
-    "Is told of it; nobody\nknows so\nmany.": ["told", "nobody", "so many"],
-    "Every arm is held against its base.": ["arm", "held against"],
-    "Keys are turned by it, and prompts turned into tokens.": ["turned"],
-    "What leaves goes by position.": ["What leaves", "goes by"],
-    "Due to it a cut is due, leaving the window out.": ["due"],
-    'The key `arm` and "nobody" are names, and an *arm* is a term.': [],
-    ">>> first('Nobody')\n'Nobody'\n": [],
-    "| arm | than |": [],
-}
-
-
-def test_words_are_found_where_they_are_used():
-    assert {text: refused(text) for text in USES} == USES
-
-
-def test_docstrings_and_comments_are_read():
-    source = '"""Tells."""\nx = "told"  # nobody\n# so\n# many\n\n\ndef f():\n    """Arms."""\n'
-    read = {line: refused(text) for line, text in prose(source) if refused(text)}
-    assert read == {1: ["Tells"], 2: ["nobody", "so many"], 8: ["Arms"]}

@@ -2,12 +2,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from matplotlib.colors import to_hex
 
 from kvtool.report.bars import cost_figure
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.formats import share
-from kvtool.report.panels import drawing, looks
+from kvtool.report.panels import drawing
 from tests.report.examples import HOST_BYTES, document, with_host_memory
 
 
@@ -53,13 +52,6 @@ def test_speeds_are_multiples_of_the_full_cache():
     assert prefill["h2o@64"][0].get_width() == pytest.approx(0.25 / 0.3)
     texts = [text.get_text() for text in panels[1].texts]
     assert texts == ["1.00x", "1.10x", "0.95x"]
-
-
-def test_bars_have_the_colours_of_their_policies():
-    run = document(("niah",), {"h2o": 1, "tova": 1}, (64,))
-    look = looks(run)
-    _, (sizes, *_) = drawn(run)
-    assert to_hex(sizes["tova@64"][0].get_facecolor()).upper() == look["tova"].colour
 
 
 def test_without_a_full_cache_there_are_bytes_only():

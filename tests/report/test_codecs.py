@@ -4,7 +4,6 @@ Of 16 channels, 18 bytes are stored by int8 and fp8, 10 by int4 and 64 in float3
 """
 
 import io
-import itertools
 
 import pytest
 from rich.console import Console
@@ -13,10 +12,8 @@ pytest.importorskip("matplotlib")
 
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.verdict import make_verdict
-from kvtool.report.budgets import budget_figure
 from kvtool.report.held import front_of, held_figure, held_points
 from kvtool.report.panels import covered, drawing, looks
-from kvtool.report.pictures import pictures
 from kvtool.report.results import costs
 from kvtool.report.results_layout import summary_table
 from kvtool.report.variants import families
@@ -60,13 +57,6 @@ def test_a_base_has_one_colour_and_a_codec_one_marker():
 BASES = ("h2o", "snapkv")
 
 
-def test_many_bases_and_codecs_still_look_unlike():
-    bases = [f"policy{i}" for i in range(14)]
-    run = document(("niah",), [f"{base}{c}" for base in bases for c in ("", "+fp8", "+int8")])
-    found = looks(run)
-    assert len({(look.colour, look.marker) for look in found.values()}) == len(found) == 43
-
-
 def test_points_stand_at_the_bytes_of_their_codes():
     panel = panel_of(held_figure)
     for family in ("h2o", "h2o+int8", "h2o+int4"):
@@ -93,47 +83,12 @@ def test_the_front_holds_more_tokens_in_fewer_bits():
     assert front == ["snapkv+int4@64", "snapkv+int4@128", "snapkv+int4@256", "full+int8"]
 
 
-def test_equal_scores_at_other_bytes_cover_nothing():
-    """At equal budgets h2o and snapkv+int8 score the same; their bytes are far apart."""
-    run = document(("niah",), ("h2o", "snapkv+int8"))
-    for arm in run.arms:
-        run = changed(run, arm.name, value=0.5)
-    wide = [x for x in panel_of(held_figure, run).get_lines() if 3 < x.get_linewidth() < 6]
-    assert wide == []
-    run = document(("niah",), ("h2o+int8", "snapkv+int8"))
-    for arm in run.arms:
-        run = changed(run, arm.name, value=0.5)
-    wide = [x for x in panel_of(held_figure, run).get_lines() if 3 < x.get_linewidth() < 6]
-    assert {x.get_color() for x in wide} == {looks(run)["h2o+int8"].colour}
-
-
 def test_a_line_of_the_same_colour_covers_nothing():
     flat = {1: 0.5, 2: 0.5}
     assert covered([flat, flat, flat], ["blue", "blue", "red"]) == [{(1, 2): 1}, {(1, 2): 1}, {}]
     two = covered([flat, flat, flat], ["blue", "red", "red"])
     assert two == [{(1, 2): 1}, {}, {}], "one colour shows on both sides, however many its lines"
     assert covered([flat, flat, flat]) == [{(1, 2): 2}, {(1, 2): 1}, {}]
-
-
-def test_the_full_cache_in_fewer_bits_crosses_the_picture_of_budgets():
-    run = document(("niah",), ("h2o", "full+int8", "full+int4"))
-    run = changed(run, "full+int8", value=0.9)
-    panel = panel_of(budget_figure, run)
-    assert set(line(panel, "full+int8").get_ydata()) == {0.9}
-    x = line(panel, "full+int8").get_xdata()
-    assert (x[0], x[-1]) == (0, 1)  # all the way across
-    marks = [line(panel, f"full+{codec}") for codec in ("int8", "int4")]
-    places = [mark.get_xdata()[mark.get_markevery()[0]] for mark in marks]
-    assert len(set(places)) == 2, "where scores are equal, markers would hide each other"
-    assert marks[0].get_marker() != marks[1].get_marker()
-
-
-def test_titles_tell_of_codecs_where_there_are_any():
-    def titles(run):
-        return [each.title for each in itertools.islice(pictures(run), 2)]
-
-    assert all(title.endswith("a marker for each codec") for title in titles(RUN))
-    assert not any("codec" in title for title in titles(document(("niah",), ("h2o",))))
 
 
 def test_tables_say_how_many_times_smaller_a_cache_is():

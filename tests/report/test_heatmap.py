@@ -3,16 +3,11 @@ import pytest
 pytest.importorskip("matplotlib")
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.colors import to_hex
 
 from kvtool.report.heatmap import needle_figure
 from kvtool.report.needles import needle_tasks
 from kvtool.report.panels import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
-
-STEPS = (0.0, 0.3, 0.6, 1.0)
-cividis = colormaps["cividis"]
 
 
 def drawn(run, task="niah"):
@@ -83,33 +78,6 @@ def test_the_full_cache_is_a_thin_row_of_means_over_depths():
     assert panel.get_position().height < 0.3 * panel_of(figure, "h2o@64").get_position().height
 
 
-def test_rows_are_policies_columns_budgets_and_all_have_one_scale():
-    figure = drawn(document(("niah",), {"h2o": 1, "tova": 1}, (64, 128)))
-    places = {}
-    for arm in ("full", "h2o@64", "h2o@128", "tova@64", "tova@128"):
-        spec = panel_of(figure, arm).get_subplotspec()
-        places[arm] = (spec.rowspan.start, spec.colspan.start)
-    assert places == {
-        "full": (0, 0),
-        "h2o@64": (1, 0),
-        "h2o@128": (1, 1),
-        "tova@64": (2, 0),
-        "tova@128": (2, 1),
-    }
-    images = [image for panel in figure.axes for image in panel.get_images()]
-    assert len(images) >= 5
-    for image in images:
-        assert (image.norm.vmin, image.norm.vmax) == (0.0, 1.0)
-        assert [to_hex(image.cmap(x)) for x in STEPS] == [to_hex(cividis(x)) for x in STEPS]
-
-
-def test_one_budget_fills_rows():
-    figure = drawn(document(("niah",), budgets=(64,)))
-    arms = ("full", "streaming@64", "tova@64", "roco@64")
-    rows = [panel_of(figure, arm).get_subplotspec().rowspan.start for arm in arms]
-    assert rows == [0, 1, 1, 2]  # full above, then six panels, four in a row
-
-
 def test_the_dashed_line_stands_where_training_ended():
     figure = drawn(document(("niah",), {}, ()))
     panel = panel_of(figure, "full")
@@ -152,16 +120,3 @@ def test_a_scale_of_100_is_100_wide():
     panel = panel_of(drawn(run.model_copy(update={"results": results})), "full")
     assert panel.get_images()[0].norm.vmax == 100.0
     assert {text.get_text() for text in panel.texts} == {"66"}
-
-
-def test_large_grids_have_no_numbers():
-    run = document(("niah",), {}, ())
-    cells = [
-        cell.model_copy(update={"at": {**cell.at, "length": cell.at["length"] + shift}})
-        for shift in range(0, 200, 40)
-        for cell in run.results[0].cells
-    ]
-    run = run.model_copy(update={"results": [run.results[0].model_copy(update={"cells": cells})]})
-    panel = panel_of(drawn(run), "full")
-    assert panel.get_images()[0].get_array().shape[1] > 20
-    assert not panel.texts

@@ -9,7 +9,7 @@ pytest.importorskip("matplotlib")
 
 from kvtool.report.held import front_of, held_figure, held_points, held_tasks
 from kvtool.report.panels import covered, dodge, drawing, pareto_front
-from tests.report.examples import changed, container, document, line, ppl, with_host_memory
+from tests.report.examples import changed, container, document, line, ppl
 
 
 def panel_of(run, task):
@@ -66,22 +66,6 @@ def test_what_was_fed_in_blocks_is_hollow_and_not_on_the_front():
     assert container(panel, "h2o").lines[0].get_markerfacecolor() != "white"
 
 
-def test_equal_points_do_not_hide_each_other():
-    run = document(("ruler/vt",), {f"policy{i}": 1 for i in range(6)}, (64, 128))
-    panel = panel_of(run, "ruler/vt")
-    places = [container(panel, f"policy{i}").lines[0].get_xdata()[0] for i in range(6)]
-    assert min(b / a for a, b in itertools.pairwise(sorted(places))) > 1.03
-    held = run.of("policy0@64", "ruler/vt").cost.held_bytes
-    assert places == pytest.approx([held] * 6, rel=0.1)
-
-
-def test_bytes_between_two_powers_of_two_are_marked_at_their_ends():
-    run = document(("niah",), {"h2o": 1}, (64,))
-    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
-    panel = panel_of(run, "niah")
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == ["105\nKiB"]
-
-
 def test_there_is_a_panel_for_each_task_that_was_measured_under_a_budget():
     run = document(("niah", "ppl"), {"h2o": 1}, (64,))
     assert held_tasks(run) == ["niah", "ppl"]
@@ -122,9 +106,3 @@ def test_covered_pieces_are_those_of_two_equal_ends():
     gap = {1: 0.5, 2: None, 4: 0.5}
     assert covered([flat, late, flat, gap]) == [{(1, 2): 1, (2, 4): 2}, {(2, 4): 1}, {}, {}]
     assert covered([]) == []
-
-
-def test_host_memory_is_said_not_to_be_counted():
-    run = with_host_memory(document(("niah",), {"h2o": 1, "snapkv": 1}, (64,)), "h2o@64")
-    label = panel_of(run, "niah").get_xlabel()
-    assert label == "bytes held: buffers and policy state; without host memory"

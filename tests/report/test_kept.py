@@ -9,7 +9,6 @@ import zlib
 import numpy
 import pytest
 import torch
-from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +18,7 @@ from kvtool.errors import UsageError
 from kvtool.models.load import load
 from kvtool.report.kept.page import kept_page
 from kvtool.report.kept.shaded import PART, ShadedText, token_pieces
-from kvtool.report.kept.terminal import SHADES, coloured_text, in_brackets
+from kvtool.report.kept.terminal import in_brackets
 from kvtool.report.kept.text import KeptText
 from tests.browser import ask
 
@@ -217,22 +216,6 @@ def test_without_colours_what_most_heads_hold_is_in_brackets():
     assert in_brackets(text) == "[a b] c[ d e]"
     read = KeptTokens(5, (KeptLayer(0, torch.ones(2, 5).bool(), kept),), "read", 3)
     assert in_brackets(ShadedText("quest", "", text.pieces, read, 5)) == "[a b] c[ d e]"
-
-
-def test_a_terminal_shades_by_share():
-    kept = torch.zeros(12, 7, dtype=torch.bool)
-    for token, heads in enumerate((0, 1, 3, 5, 7, 9, 12)):
-        kept[:heads, token] = True
-    told = KeptTokens(7, (KeptLayer(0, kept),))
-    shown = coloured_text(ShadedText("h2o", "", tuple("abcdefg"), told, 7))
-    grounds = [span.style.bgcolor and span.style.bgcolor.name for span in shown.spans]
-    assert grounds == [None, *SHADES]
-    assert shown.plain == "abcdefg"
-    assert shown.spans[0].style.dim
-    console = Console(force_terminal=True, color_system="truecolor", width=40)
-    with console.capture() as captured:
-        console.print(shown)
-    assert "48;2;254;232;56" in captured.get()
 
 
 # ---- from a cache

@@ -34,18 +34,3 @@ def test_means_are_over_samples_and_runs_that_did_not_record_layers_have_none():
     old = cost(run.arms[1]).model_copy(update={"kept_per_layer": []})
     results = [r.model_copy(update={"cost": old}) for r in run.results]
     assert kept_by_layer(run.model_copy(update={"results": results})) == {}
-
-
-@pytest.mark.parametrize("variants", [1, 9])
-def test_the_label_of_the_colours_is_in_the_picture(variants):
-    run = document(("niah",), {"h2o": 1, "roco": 1}, (64, 128, 256, 512))
-    run = run.model_copy(update={"arms": run.arms[:variants]})
-    with drawing():
-        figure = layers_figure(run)
-        figure.draw_without_rendering()
-    label = figure.axes[-1].yaxis.label.get_window_extent()
-    assert label.width > 0
-    assert figure.bbox.containsx(label.x0)
-    assert figure.bbox.containsx(label.x1)
-    assert figure.bbox.containsy(label.y0)
-    assert figure.bbox.containsy(label.y1)

@@ -6,11 +6,10 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.documents.results import CellEntry, CurveEntry
 from kvtool.documents.verdict import Paired
 from kvtool.report.budgets import budget_figure
-from kvtool.report.curves import curve_figure, curves, is_geometric
-from kvtool.report.panels import drawing, looks
+from kvtool.report.curves import curve_figure, curves
+from kvtool.report.panels import drawing
 from tests.report.examples import changed, container, document, line, ppl
 
 
@@ -40,16 +39,6 @@ def test_a_point_is_a_budget_and_its_score():
     assert beside == pytest.approx([1.07] * 3)  # no whisker is on another
 
 
-def test_many_policies_stay_nearer_to_their_own_budget_than_to_the_next():
-    run = document(("niah",), {f"policy{i}": 1 for i in range(20)})
-    panel = budgets(run)["niah"]
-    places = [container(panel, f"policy{i}").lines[0].get_xdata() for i in range(20)]
-    for budget, found in zip((64, 128, 256), zip(*places, strict=True), strict=True):
-        assert len({round(float(x), 6) for x in found}) == 20
-        assert min(found) > budget / 2**0.35
-        assert max(found) < budget * 2**0.35
-
-
 def test_policies_whose_budget_is_read_are_dashed_and_say_so():
     run = document(("niah",), {"h2o": 1, "quest": 1})
     reading = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
@@ -65,19 +54,6 @@ def test_scores_fed_in_blocks_have_hollow_markers():
     faces = {p: container(panel, p).lines[0].get_markerfacecolor() for p in ("h2o", "snapkv")}
     assert faces["snapkv"] == "white" != faces["h2o"]
     assert any("does not compare" in x.get_label() for x in panel.get_lines())
-
-
-def test_a_line_under_another_one_shows_on_both_sides_of_it():
-    run = document(("niah",), {"h2o": 1, "tova": 1})
-    for budget in (64, 128):  # where both score the same, and not at 256
-        run = changed(run, f"h2o@{budget}", value=0.5)
-        run = changed(run, f"tova@{budget}", value=0.5)
-    panel = budgets(run)["niah"]
-    look = looks(run)
-    wide = [x for x in panel.get_lines() if x.get_linewidth() > 3]
-    assert [x.get_color() for x in wide] == [look["h2o"].colour]
-    assert list(wide[0].get_ydata()) == [0.5, 0.5]
-    assert list(wide[0].get_xdata()) == list(container(panel, "h2o").lines[0].get_xdata()[:2])
 
 
 def ends_of(run, task):
@@ -124,14 +100,6 @@ def test_a_missing_score_is_a_gap_not_a_zero():
     assert panel.get_ylim()[0] > 0.1
 
 
-def test_budgets_are_on_a_log_axis_with_each_one_marked():
-    panel = budgets(document(("niah",), {"h2o": 1}))["niah"]
-    assert panel.get_xscale() == "log"
-    assert list(panel.get_xticks()) == [64, 128, 256]
-    assert [t.get_text() for t in panel.get_xticklabels()] == ["64", "128", "256"]
-    assert panel.get_ylabel() == "exact match ↑"
-
-
 def test_budgets_of_other_units_have_panels_of_their_own():
     run = document(("niah",), {"h2o": 1})
     spelled = {64: "10%", 128: "50%", 256: 256}
@@ -143,32 +111,6 @@ def test_budgets_of_other_units_have_panels_of_their_own():
     assert list(container(ratios, "h2o").lines[0].get_xdata()) == [0.1, 0.5]
     assert [t.get_text() for t in ratios.get_xticklabels()] == ["10%", "50%"]
     assert tokens.get_xlabel() == "policy, budget 256"
-
-
-def test_with_one_budget_policies_stand_beside_each_other():
-    run = document(("niah",), {"h2o": 1, "tova": 1}, (128,))
-    panel = budgets(run)["niah"]
-    assert [t.get_text() for t in panel.get_xticklabels()] == ["h2o", "tova"]
-    assert list(container(panel, "h2o").lines[0].get_xdata()) == [0]
-    assert list(container(panel, "tova").lines[0].get_xdata()) == [1]
-
-
-def test_an_exploding_perplexity_leaves_the_others_apart():
-    assert budgets(document(("ppl",)))["ppl"].get_yscale() == "log"
-    assert budgets(document(("ppl",), {"h2o": 1}))["ppl"].get_yscale() == "linear"
-
-
-def test_a_policy_looks_the_same_everywhere_and_unlike_the_others():
-    run = document(("niah", "ppl"))
-    look = looks(run)
-    assert len({(x.colour, x.marker) for x in look.values()}) == len(look)
-    assert len({x.marker for x in look.values()}) == len(look)
-    points = container(budgets(run)["niah"], "roco").lines[0]
-    drawn = line(curve(run, "ppl", "nll by position")["ppl, budget 64"], "roco")
-    for found in (points, drawn):
-        assert (found.get_color(), found.get_marker()) == (look["roco"].colour, look["roco"].marker)
-    many = document((), {f"policy{i}": 1 for i in range(40)}, (64,))
-    assert len(set(looks(many).values())) == 41
 
 
 def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
@@ -227,36 +169,11 @@ def test_likelihoods_fed_in_other_blocks_than_to_the_full_cache_are_left_out():
         assert said == ["not drawn: snapkv (fed in blocks)"]
 
 
-def test_perplexities_by_length_fed_in_other_blocks_are_hollow():
-    run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
-    cells = [CellEntry(at={"length": n}, value=float(n), n=1, stderr=None) for n in (256, 512)]
-    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
-    results = [r.model_copy(update={"cells": cells}) for r in results]
-    run = run.model_copy(update={"results": results})
-    panel = curve(run, "ppl", "score by length")["ppl"]
-    faces = {name: line(panel, f"{name}@64").get_markerfacecolor() for name in ("h2o", "snapkv")}
-    assert faces["snapkv"] == "white" != faces["h2o"]
-    assert any("does not compare" in x.get_label() for x in panel.get_lines())
-
-
 def test_likelihoods_without_a_full_cache_are_as_they_are():
     run = document(("ppl",), {"h2o": 1}, (64,))
     run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
     drawn = line(curve(run, "ppl", "nll by position")["ppl"], "h2o@64")
     assert list(drawn.get_ydata()) == run.of("h2o@64", "ppl").curves[0].y
-
-
-def test_one_policy_has_its_budgets_in_one_panel_told_apart_without_colour():
-    panel = curve(document(("ppl",), {"h2o": 1}), "ppl", "nll by position")["ppl"]
-    drawn = [line(panel, f"h2o@{budget}") for budget in (64, 128, 256)]
-    assert len({(x.get_linestyle(), x.get_marker()) for x in drawn}) == 3
-
-
-def test_layers_are_on_an_even_axis():
-    panel = curve(document(("output-error",), {"h2o": 1}, (64,)), "output-error", "error by layer")
-    panel = panel["output-error"]
-    assert panel.get_xscale() == "linear"
-    assert list(panel.get_xticks()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_cells_along_one_number_become_a_curve_with_gaps():
@@ -281,23 +198,3 @@ def test_cells_along_words_or_two_numbers_are_no_curve():
             c.model_copy(update={"at": x}) for c, x in zip(run.results[0].cells, at, strict=True)
         ]
         assert curves(changed(run, "full", cells=cells)) == []
-
-
-def test_gaps_in_a_recorded_curve_stay_gaps():
-    name = "nll by position"
-    entry = CurveEntry(name=name, x=[1, 2, 4], y=[2.0, math.nan, 1.0], x_label="x", y_label="y")
-    run = changed(document(("ppl",), {}, ()), "full", curves=[entry])
-    assert math.isnan(line(curve(run, "ppl", "nll by position")["ppl"], "full").get_ydata()[1])
-
-
-def test_a_log_axis_is_for_steps_that_grow():
-    for x, geometric in [
-        ([1, 2, 4, 8], True),
-        ([1, 3, 10, 31, 100], True),
-        ([0, 1, 2, 4], False),
-        (list(range(1, 33)), False),
-        ([256, 384, 512, 640, 768, 1024], True),
-        ([5], False),
-        ([], False),
-    ]:
-        assert is_geometric(x) == geometric, x

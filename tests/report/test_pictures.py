@@ -39,15 +39,6 @@ def test_there_is_a_picture_for_all_that_the_data_hold_and_no_other():
     assert names(without(document(("ruler/vt",)), cost=None, value=None)) == []
 
 
-def test_titles_say_what_is_drawn():
-    titles = {picture.name: picture.title for picture in pictures(document())}
-    assert titles["ppl-nll-by-position"] == "ppl: mean NLL, less full's, by position (tokens)"
-    assert titles["speed-score-by-length"] == (
-        "speed: decode speed (tokens/s) ↑, by context length (tokens)"
-    )
-    assert titles["score-by-bytes"].startswith("Score by bytes held, whiskers 95 % intervals")
-
-
 def test_names_are_safe_and_tell_tasks_apart():
     assert file_name("ruler/niah_multikey_1") == "ruler-niah_multikey_1"
     assert file_name("../../etc/passwd") == "etc-passwd"

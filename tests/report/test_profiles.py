@@ -71,13 +71,3 @@ def test_the_picture_has_a_panel_for_each(document):
     assert [list(line.get_ydata()) for line in lines] == [[0.9, 0.8, 0.7], [0.5] * 3]
     assert panels["cosine by distance"].get_xlabel() == "distance (tokens)"
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["layer 0", "layer 2"]
-
-
-def test_the_same_profile_gives_the_same_bytes(tmp_path):
-    pytest.importorskip("matplotlib")
-    from kvtool.report.profiles import draw_profile
-
-    document = ProfileDocument(model=MODEL, metrics={"f_variance": [1.0, None, 3.0]})
-    for name in ("a.svg", "b.svg"):
-        draw_profile(document, {}, tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

@@ -8,7 +8,7 @@ from rich.console import Console
 from kvtool.package_data import data_file
 from kvtool.report.notebook import html_table
 from kvtool.report.table import Cell, Column, Note, Row, Table
-from kvtool.report.terminal import FittingTables, rich_table
+from kvtool.report.terminal import rich_table
 
 COLUMNS = [
     Column("arm", words=True),
@@ -80,35 +80,6 @@ def test_all_three_show_the_same_cells():
     assert line.split() == ["h2o@64", "0.5±0.1", "-0.5", "<i>"]
     assert "[b]x[/b]" in on_page
     assert any("[b]x[/b]" in line for line in lines)
-
-
-def test_a_terminal_lines_up_numbers_and_notes():
-    lines = on_a_terminal(rich_table(TABLE)).splitlines()
-    first, second = (line for line in lines if line.split()[:1] in (["h2o@64"], ["h2o@128"]))
-    assert first.index("0.5±0.1") + 7 == second.index("0.75") + 4
-    assert first.index("-0.5") + 4 == second.index(" 0 ") + 2
-
-
-def test_looks_are_colours_on_a_terminal_and_classes_on_the_page():
-    text, page = on_a_terminal(rich_table(TABLE), colour=True), on_the_page(TABLE)
-    assert "\x1b[31m-0.5\x1b[0m" in text
-    assert '<small class="worse"> -0.5</small>' in page
-    assert '<td class="better">y</td>' in page
-    assert '<td class="words">[b]x[/b]</td>' in page
-    assert page.count('<tr class="first">') == 2
-
-
-def test_a_narrow_terminal_has_a_table_per_group():
-    for width, tables in ((80, 1), (30, 2)):
-        text = on_a_terminal(FittingTables(TABLE), width)
-        assert sum("h2o@64" in line for line in text.splitlines()) == tables
-        assert max(map(len, text.splitlines())) <= width
-
-
-def test_picked_columns_come_in_their_order():
-    picked = TABLE.pick([2, 0])
-    assert [column.title for column in picked.columns] == ["task", "arm"]
-    assert (picked.rows[0].head, picked.rows[0].cells[0].text) == ("[b]x[/b]", "full")
 
 
 def test_shares_are_colours_of_the_scale():

@@ -5,7 +5,6 @@ from rich.console import Console
 
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
-from kvtool.report.colour_scale import colour_at
 from kvtool.report.results_layout import needle_tables, summary_table
 from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl, with_host_memory
 
@@ -27,15 +26,6 @@ def printed(renderable, width, colour=False):
 
 def rows(text, arm):
     return [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
-
-
-@pytest.mark.parametrize("width", [80, 200])
-def test_nothing_is_wider_than_the_terminal_or_cut_off(width):
-    text = printed(summary_table(document(policies={"h2o": 1}, budgets=(64,))), width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
-    for header in ("niah_multikey_1", "output-error", "decode_tokens_per_s ↑", "ppl ↓", "K/V"):
-        assert header in text
 
 
 @pytest.mark.parametrize(("width", "tables"), [(80, 3), (200, 1)])
@@ -156,16 +146,3 @@ def test_the_needle_table_has_depth_0_on_top_and_lengths_ascending():
     for line, depth in zip(lines[start + 1 :], DEPTHS, strict=False):
         expected = [f"{depth}%", *(f"{cells[depth, length]:.2f}" for length in LENGTHS)]
         assert line.split() == expected
-
-
-def test_needle_cells_are_legible_on_cividis_and_missing_ones_bare():
-    run = document(("niah",), {}, ())
-    cells = run.results[0].cells
-    values = {0: None, 1: 0.0, 2: 0.5}
-    changed = [c.model_copy(update={"value": values.get(i, c.value)}) for i, c in enumerate(cells)]
-    run = run.model_copy(update={"results": [run.results[0].model_copy(update={"cells": changed})]})
-    text = printed(needle_tables(run), 60, colour=True)
-    assert "–" in text
-    for share, ink, number in ((0.0, 37, "0.00"), (0.5, 30, "0.50"), (1.0, 30, "1.00")):
-        rgb = ";".join(map(str, colour_at(share)))
-        assert f"\x1b[{ink};48;2;{rgb}m {number}" in text

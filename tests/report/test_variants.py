@@ -2,7 +2,7 @@ import random
 from fractions import Fraction
 
 from kvtool.documents.results import VariantEntry
-from kvtool.report.variants import budget_size, families, task_names, variants_in_order, wrap
+from kvtool.report.variants import budget_size, families, variants_in_order
 from tests.report.examples import arms, document
 
 
@@ -50,19 +50,3 @@ def test_arms_that_differ_in_the_prefill_are_lines_of_their_own():
         ("h2o, prefill full", 2),
         ("h2o, prefill block:128", 1),
     ]
-
-
-def test_the_tasks_of_a_suite_stand_together():
-    mixed = document(("ruler/vt", "niah", "ruler/niah_multikey_1"))
-    assert task_names(mixed) == ["ruler/vt", "ruler/niah_multikey_1", "niah"]
-
-
-def test_names_break_where_parts_begin_and_lose_nothing():
-    name = "snapkv(window=16,kernel=5)+caote@64"
-    lines = wrap(name, 18).split("\n")
-    assert lines == ["snapkv(window=16,", "kernel=5)+caote@64"]
-    for width in range(1, 40):
-        lines = wrap(name, width).split("\n")
-        assert "".join(lines) == name
-        parts = {"snapkv", "(window=16,", "kernel=5)", "+caote", "@64"}  # none of which is broken
-        assert all(len(line) <= width or line in parts for line in lines)

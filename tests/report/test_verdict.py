@@ -60,21 +60,6 @@ def test_samples_that_never_differ_say_what_they_may_have_missed():
     assert "; niah: none of 33 samples differs (up to 8.7% could, unseen); cheaper" in told
 
 
-def test_several_tasks_and_those_left_out_are_said():
-    several = judged([BYTES], [standing("h2o@64")], tasks=["niah", "b"])
-    assert "of the full cache on each of 2 tasks, by" in verdict_lines(several)[0]
-    without = judged([BYTES], [standing("h2o@64")], tasks=["b"])
-    assert (
-        "of the full cache (without niah, where it scores nothing), by" in verdict_lines(without)[0]
-    )
-
-
-def test_many_undecided_arms_are_counted():
-    many = BYTES.model_copy(update={"undecided": [f"a@{i}" for i in range(8)]})
-    told = verdict_lines(judged([many], [standing("h2o@64")]))[1]
-    assert told.endswith("undecided at this n: a@0, a@1, a@2, a@3, a@4 and 3 more")
-
-
 def test_no_verdict_says_why_and_old_results_say_nothing():
     none = judged([], [], why="it needs the full cache beside the others (--baseline)")
     assert verdict_lines(none) == [
@@ -82,16 +67,6 @@ def test_no_verdict_says_why_and_old_results_say_nothing():
     ]
     assert choices_in_words(none) == []
     assert verdict_lines(document()) == []
-
-
-def test_the_terminal_ends_with_it():
-    shown = judged([BYTES], [standing("h2o@64")])
-    printed = [line.rstrip() for line in shown.table(200).rstrip().splitlines()]
-    assert printed[-2:] == verdict_lines(shown)
-    narrow = [line.rstrip() for line in shown.table(60).rstrip().splitlines()]
-    assert narrow[-3].startswith("  by bytes held: h2o@64; 2.0 KiB of 10.0 KiB (20%);")
-    assert narrow[-2].startswith(" " * 17), "what does not fit stands below, not at the margin"
-    assert "verdict" not in document().table(200)
 
 
 @pytest.fixture
@@ -120,8 +95,3 @@ def test_the_page_has_it_above_the_summary(undrawn):
     ]
     assert "2 of 33 samples failed" in text
     assert "Verdict" not in page(document())
-
-
-def test_the_page_says_why_there_is_none(undrawn):
-    text = page(judged([], [], why="no policy stands beside the full cache"))
-    assert "No verdict: no policy stands beside the full cache." in text

@@ -29,11 +29,6 @@ def folder(tmp_path):
 # ---- names
 
 
-def test_a_preset_is_a_dataset_on_the_hub():
-    for name in PRESETS:
-        assert data(name) == Data(**PRESETS[name])
-
-
 def test_a_string_is_a_path_or_a_name_on_the_hub():
     for text, place in [
         ("./qasper", "path"),

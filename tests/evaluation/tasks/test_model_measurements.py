@@ -150,14 +150,6 @@ def test_the_length_that_is_said_to_be_enough_is(counter, kind):
     assert sample.turns[0].max_new_tokens == kind(name="t").new_tokens
 
 
-def test_texts_need_room_beside_the_instruction_and_the_answer(counter, tmp_path):
-    path = tmp_path / "news.txt"
-    path.write_text("The old lamp was near the school. " * 60)
-    task = FidelityTask(name="fidelity", lengths="64", data=str(path))  # the answer takes all
-    with pytest.raises(UsageError, match="fidelity: length 64 is too short"):
-        list(task.draw(counter))
-
-
 def test_the_full_cache_agrees_with_itself_however_the_prompt_is_split(loaded, counter, tmp_path):
     path = tmp_path / "news.txt"
     path.write_text("The old lamp was near the scho")

@@ -72,14 +72,6 @@ def test_samples_in_a_text_of_ones_own_begin_at_drawn_sentences(tmp_path):
     assert make("niah").version == make("niah", haystack="noise").version == 1
 
 
-def test_a_short_text_of_ones_own_is_read_again(tmp_path):
-    file = tmp_path / "book.txt"
-    file.write_text("It was late. " * 20)
-    (sample,) = draw("niah", WORDS, lengths=200, depths=[100], haystack=str(file))
-    assert sample.context.startswith(" It was late. It was late.")
-    assert sample.context.count("It was late.") > 40
-
-
 def test_the_default_grid():
     samples = draw("niah", WORDS)
     assert len(samples) == 33

@@ -140,13 +140,6 @@ def test_a_sample_depends_on_seed_and_length_only(name):
     assert draw(name, samples=1, seed=1)[0].context != few[0].context
 
 
-def test_256_tokens_suffice_for_one_turn():
-    for name in TASKS:
-        length = 384 if name == "kv" else 256  # a pair, its key and 150 new tokens
-        (sample,) = draw(name, bundled(), samples=1, turns=1, lengths=length)
-        assert len(sample.turns) == 1
-
-
 def test_a_length_that_is_too_short_is_refused_with_the_least():
     with pytest.raises(UsageError, match="scbench/vt: length 64 is too short") as raised:
         draw("vt", lengths=64)

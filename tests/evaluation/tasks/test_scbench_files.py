@@ -150,13 +150,6 @@ def test_turns_and_samples_take_the_first(tmp_path):
     assert [sample.id for sample in samples] == ["1", "2"]
 
 
-def test_a_column_that_is_lacking_is_named(tmp_path):
-    for column in ["context", "multi_turns", "repo"]:
-        broken = {key: value for key, value in row("repoqa").items() if key != column}
-        with pytest.raises(KvtoolError, match=f"lacks column `{column}`"):
-            draw(tmp_path, "repoqa", broken)
-
-
 def test_what_a_turn_lacks_is_named_with_its_place(tmp_path):
     for name, key in [("qa_eng", "input"), ("choice_eng", "options"), ("repoqa_and_kv", "task")]:
         turns = [dict(turn) for turn in TURNS[name]]
