@@ -9,7 +9,7 @@ import torch
 
 import kvtool
 from kvtool.errors import UsageError
-from kvtool.generation import compress, decode_step, prefill
+from kvtool.generation import decode_step, prefill
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.pyramid import pyramid_line
@@ -181,37 +181,6 @@ def test_waiting_for_all_layers_holds_the_full_cache_once(model):
     report = cache.report()
     assert report.peak_bytes == report.full_bytes
     assert report.allocated_bytes < report.full_bytes / 3
-
-
-def test_turns_copies_and_files_go_on_alike(model, tmp_path):
-    cache = kvtool.build_cache(model, "h2o+d2o-alloc(norm=minmax)", "30%")
-    compress(model, cache, random_ids(60))
-    kvtool.save_cache(cache, tmp_path / "a.st", model=model)
-    others = [cache.copy(), kvtool.load_cache(tmp_path / "a.st", model)]
-    for other in others:
-        assert other.report().kept_per_layer == cache.report().kept_per_layer
-    more = random_ids(30, seed=8)
-    logits = prefill(model, cache, more)
-    assert sum(cache.report().kept_per_layer) == LAYERS * 27  # 30% of 90
-    for other in others:
-        assert torch.equal(prefill(model, other, more), logits)
-        assert other.report().kept_per_layer == cache.report().kept_per_layer
-        assert torch.equal(other.kept_positions(2), cache.kept_positions(2))
-
-
-def test_rows_of_a_batch_keep_their_own_split_in_later_turns(model):
-    ids = torch.cat([random_ids(60, seed=1), random_ids(60, seed=2)])
-    more = torch.cat([random_ids(20, seed=3), random_ids(20, seed=4)])
-    both = kvtool.build_cache(model, "h2o+d2o-alloc(norm=minmax)", 16)
-    model(ids, past_key_values=both)  # as a user feeds it, without saying where prompts end
-    model(more, past_key_values=both)
-    for row in range(2):
-        alone = kvtool.build_cache(model, "h2o+d2o-alloc(norm=minmax)", 16)
-        model(ids[row : row + 1], past_key_values=alone)
-        model(more[row : row + 1], past_key_values=alone)
-        for layer in range(LAYERS):
-            kept = alone.kept_positions(layer)[0]
-            assert torch.equal(both.kept_positions(layer)[row][:, : kept.shape[1]], kept)
 
 
 def slow_variance(call, positions, group):

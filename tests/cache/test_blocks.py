@@ -191,16 +191,6 @@ def test_a_thread_that_outlives_its_block_is_not_given_another(model):
     assert "block that this call was made in has ended" in found[0]
 
 
-def test_what_holds_for_good_holds_beside_blocks(model):
-    kvtool.attach(model, policy="roco", budget=11)
-    try:
-        found = together(ask(model, "h2o", 16), ask(model, "streaming", 8))
-        assert found == ["h2o@16", "streaming@8"]
-        assert ran(model) == "roco@11"
-    finally:
-        kvtool.detach(model)
-
-
 def test_a_thread_gets_the_innermost_of_blocks_inside_blocks(model):
     found = []
     with kvtool.compressed(model, "h2o", 16), kvtool.compressed(model, "tova", 9):
@@ -238,22 +228,6 @@ def test_beside_suspended_generators(model):
     first.close()
 
 
-def test_asynchronous_generators_of_one_task(model):
-    async def stream(policy, budget):
-        with kvtool.compressed(model, policy, budget):
-            for _ in range(2):
-                yield ran(model)
-
-    async def main():
-        first, second = stream("h2o", 16), stream("tova", 9)
-        found = [await anext(each) for each in (first, second, first, second)]
-        await first.aclose()
-        await second.aclose()
-        return found
-
-    assert asyncio.run(main()) == ["h2o@16", "tova@9"] * 2
-
-
 def test_context_managers_of_ones_own(model):
     @contextlib.contextmanager
     def small():
@@ -287,16 +261,3 @@ def test_context_managers_of_ones_own(model):
         return ran(model)
 
     assert decorated() == "streaming@8"
-
-
-def test_a_block_that_is_opened_by_hand_holds_until_it_is_closed(model):
-    with kvtool.compressed(model, "h2o", 16):
-        stack = contextlib.ExitStack()
-
-        def open_it():
-            stack.enter_context(kvtool.compressed(model, "tova", 9))
-
-        open_it()
-        assert ran(model) == "tova@9"
-        stack.close()
-        assert ran(model) == "h2o@16"

@@ -7,7 +7,6 @@ import torch
 
 import kvtool
 from kvtool.cache.features.rope_shift import RopeShift
-from kvtool.cache.hooks.probes import find_rotations
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.numbers import SHIFT
 from tests import models_for_tests
@@ -202,19 +201,6 @@ def test_the_kernel_and_the_layers_budgets_make_no_difference_to_places():
     torch.testing.assert_close(rows[0], text, atol=1e-4, rtol=1e-4)  # windows look alike anywhere
 
 
-def test_rows_are_swapped_with_their_places():
-    model = kvtool.attach(peaky_model("llama"))
-    texts = torch.cat([random_ids(50, seed=seed) for seed in (1, 2)])
-    token = torch.tensor([5, 5])
-    cache = kvtool.build_cache(model, placed("h2o"), 20)
-    prefill(model, cache, texts)
-    decode_step(model, cache, token)
-    twin = cache.copy()
-    twin.reorder_cache(torch.tensor([1, 0]))
-    ours, swapped = decode_step(model, cache, token), decode_step(model, twin, token)
-    torch.testing.assert_close(swapped, ours.flip(0), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("policy", ["recency", "h2o"])
 def test_a_padded_entry_that_still_fits_stands_where_it_does_alone(policy):
     """While its neighbour evicts at every step, the slot that it would reuse is empty."""
@@ -264,14 +250,6 @@ def test_only_the_whole_model_can_number_its_tokens():
         model(random_ids(30), attention_mask=mask, past_key_values=cache)
 
 
-def test_the_way_a_layer_turns_is_found_once_and_shared():
-    model = kvtool.attach(family_model("gemma3"))
-    rotations = find_rotations(model, [0, 1, 2, 3], "positions=cache")
-    assert rotations[0] is rotations[2] is not rotations[1]
-    assert rotations[1] is rotations[3]
-    assert find_rotations(model, [0, 1, 2, 3], "positions=cache") is rotations
-
-
 @pytest.mark.parametrize(
     ("family", "reason"),
     [
@@ -317,13 +295,6 @@ def test_policies_for_which_it_makes_no_sense():
     ):
         with pytest.raises(kvtool.UsageError, match=reason):
             kvtool.parse_policy(policy)
-
-
-def test_the_spelling():
-    assert str(kvtool.parse_policy("Streaming(positions=CACHE, sinks=4)")) == (
-        "streaming(positions=cache)"
-    )
-    assert str(kvtool.parse_policy("h2o(positions=text)+caote")) == "h2o+caote"
 
 
 def test_no_tensor_is_kept_to_turn_keys_by():

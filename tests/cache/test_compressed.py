@@ -76,18 +76,6 @@ def test_nothing_is_left_on_the_model(model):
     assert set(vars(model)) == before
 
 
-def test_a_padded_batch_and_beams_are_what_they_are_by_hand(model):
-    ids = random_ids(40, batch=2)
-    mask = torch.ones_like(ids)
-    mask[1, :15] = 0
-    by_hand = peaky_model("llama")
-    for settings in ({}, {"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}):
-        cache = kvtool.build_cache(by_hand, "snapkv(window=4)", 10)
-        expected = generated(by_hand, ids, attention_mask=mask, past_key_values=cache, **settings)
-        with kvtool.compressed(model, "snapkv(window=4)", 10):
-            assert torch.equal(generated(model, ids, attention_mask=mask, **settings), expected)
-
-
 def test_blocks_inside_blocks_restore_the_outer_one(model):
     ids = random_ids(50)
 

@@ -10,7 +10,7 @@ from kvtool.cache.steps import attend, attend_block
 from kvtool.cache.steps.attend_block import fused_block, needs_mask
 from kvtool.cache.steps.call import StepContext
 from kvtool.generation import decode_step, prefill
-from kvtool.kernels import checks, trust
+from kvtool.kernels import trust
 from kvtool.kernels.kind import Family
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -202,26 +202,6 @@ def test_flash_attention_keeps_its_blocks():
     assert needs_mask(Layer, Call, OneBlock)
     Layer.padded = False
     assert not needs_mask(Layer, Call, OneBlock)
-
-
-@pytest.mark.parametrize("policy", ["h2o", "streaming", "quest(page=2)"])
-def test_kernels_that_fail_their_check_leave_plain_torch(monkeypatch, caplog, policy):
-    def fail(*args, **kwargs):
-        raise RuntimeError("no such instruction")
-
-    model, ids = peaky_model("llama").to(DEVICE), random_ids(LENGTH).to(DEVICE)
-    monkeypatch.setattr(trust, "_can_run", lambda query: False)
-    plain = run(model, policy, "block:16", ids)
-    monkeypatch.setattr(trust, "_can_run", lambda query: not query.requires_grad)
-    for family in Family:
-        monkeypatch.setitem(checks._CHECKS, family, fail)
-    trust.trusted.cache_clear()
-    fallen_back = run(model, policy, "block:16", ids)
-    trust.trusted.cache_clear()
-    assert torch.equal(fallen_back[0], plain[0])
-    said = [record.message for record in caplog.records if "no such instruction" in record.message]
-    assert said
-    assert len(said) == len(set(said)), "each is said once"
 
 
 def test_a_score_that_looks_at_rows_itself_is_given_them(monkeypatch):

@@ -131,17 +131,6 @@ def test_batch_entries_take_their_text_along(model):
     model.generate(torch.cat([known, more], 1), past_key_values=cache, **SETTINGS)
 
 
-def test_beams_over_a_prompt_cache(model):
-    cache = kvtool.build_cache(model, "full")
-    model(BEGUN, past_key_values=cache)
-    refuses(model, cache, OTHER)
-    with torch.no_grad():
-        wide = kvtool.build_cache(model, "full")
-        model(BEGUN.repeat(3, 1), past_key_values=wide)
-    out = model.generate(LONGER.repeat(3, 1), past_key_values=wide, **SETTINGS)
-    assert torch.equal(wide.input_ids, out)
-
-
 def test_reset_and_rollback(model):
     cache = kvtool.build_cache(model, "h2o", 12)
     model(BEGUN, past_key_values=cache)
@@ -154,14 +143,6 @@ def test_reset_and_rollback(model):
     assert cache.input_ids is None
     model(OTHER, past_key_values=cache)
     assert torch.equal(cache.input_ids, OTHER)
-
-
-def test_a_forward_that_fails_before_anything_is_stored_adds_nothing(model):
-    cache = kvtool.build_cache(model, "h2o", 12)
-    model(BEGUN, past_key_values=cache)
-    with pytest.raises(IndexError):
-        model(torch.tensor([[10_000]]), past_key_values=cache)
-    assert torch.equal(cache.input_ids, BEGUN)
 
 
 def test_a_file_holds_the_text_of_plain_forwards(model, tmp_path):

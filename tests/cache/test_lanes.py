@@ -200,16 +200,6 @@ def test_soft_caps_sliding_layers_sinks_and_latent_heads(family, cached_heads):
     )
 
 
-def test_kernels_give_the_same():
-    ids, token, results = random_ids(50), torch.tensor([5]), []
-    for kernel in ("sdpa", "eager"):
-        model = kvtool.attach(peaky_model("llama", kernel))
-        cache = kvtool.build_cache(model, "adakv(window=6)", 16)
-        logits = [prefill(model, cache, ids)] + [decode_step(model, cache, token) for _ in "abc"]
-        results.append(torch.stack(logits))
-    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.skipif("gptj" not in HOOKED, reason="from transformers 5.24 on it can be exchanged")
 def test_families_with_attention_of_their_own_refuse_it_in_one_line():
     model = kvtool.attach(family_model("gptj"))

@@ -152,17 +152,6 @@ def test_two_texts_packed_into_the_first_forward():
     assert torch.allclose(logits[:, 7:], alone, atol=2e-5)
 
 
-def test_decoded_tokens_in_a_row():
-    steps = [{"ids": random_ids(READ)}]
-    for i in range(4):
-        mask = torch.ones(1, 1, 1, READ + i + 1, dtype=torch.bool)
-        mask[..., 3 : 6 + i] = False
-        steps.append(
-            {"ids": random_ids(1, seed=i), "attention_mask": as_float(mask) if i % 2 else mask}
-        )
-    check(steps)
-
-
 def test_a_padded_batch_in_front_of_the_mask():
     pads = torch.ones(2, READ, dtype=torch.long)
     pads[1, :6] = 0

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.report import bytes_read
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
-from kvtool.generation import decode_step, generate, prefill
+from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.models.load import load
 from kvtool.planning.bytes import Text
 from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.plan import make_plan
@@ -108,35 +106,6 @@ def test_multi_turn_keeps_all_and_chooses_anew(model, mode):  # noqa: F811
     assert set(seen[2][0]) - set(seen[0][0]) - set(range(LENGTH, 200)), "no token came back"
 
 
-def test_a_token_comes_back_where_nothing_was_dropped():
-    """Budget 4, window 2, no pooling: the votes of the second turn favour token 1, cut before."""
-    votes = [0.05, 0.3, 0.02, 0.01, 0.02, 0.1, 0.25, 0.05, 0.2]
-
-    def keep(candidates, newest):
-        best = sorted(candidates, key=lambda p: (-votes[p], p))[:2]
-        return sorted(best) + newest
-
-    first = [0, 3, 4, 5]
-    assert keep(range(9), [9, 10]) == [1, 6, 9, 10]
-    assert keep([*first, 6, 7, 8], [9, 10]) == [6, 8, 9, 10]
-    from kvtool.maths.selection import keep_top
-    from kvtool.policies.evidence import AttentionRows
-    from kvtool.policies.parts import SlotView
-    from kvtool.policies.scores.rocketkv import RocketKV
-
-    score = RocketKV(window=2, kernel=1)
-    for candidates, expected in (
-        (list(range(11)), [1, 6, 9, 10]),
-        ([*first, *range(6, 11)], [6, 8, 9, 10]),
-    ):
-        positions = torch.tensor([[candidates]], dtype=torch.int32)
-        view = SlotView((), positions, tokens_seen=11, budget=4, held=len(candidates), block=3)
-        weights = torch.tensor([[[[[*votes, 0.0, 0.0][p] for p in candidates]]]])
-        importance = score.importance({}, view, AttentionRows(weights[:, :, None]))
-        forced = score.protected({}, view, len(candidates) - 4)
-        assert keep_top(importance, positions, 4, forced, 4)[1][0, 0].tolist() == expected
-
-
 def test_sizes_storage_and_traffic_are_those_of_the_plan():
     lm = kvtool.attach(peaky_model("llama"))
     ids, new, plan = random_ids(300), random_ids(7, seed=1).T, plan_rocketkv(300, 32, 16, window=4)
@@ -153,16 +122,6 @@ def test_sizes_storage_and_traffic_are_those_of_the_plan():
     decoded(lm, whole, ids, new)
     assert whole.report().kept_per_layer == [307] * 2
     assert whole.report().traffic_pairs == report.traffic_pairs
-
-
-def test_tokens_to_come_are_reserved():
-    loaded = load("reference")
-    lm = kvtool.attach(loaded.model)
-    ids = loaded.tokenizer("one two three four five six " * 60, return_tensors="pt")["input_ids"]
-    cache = kvtool.build_cache(lm, "rocketkv", 64)
-    generate(lm, loaded.tokenizer, cache, ids, max_new_tokens=20, min_new_tokens=20)
-    plan = plan_rocketkv(ids.shape[1] + 20, 64, 32, max_new_tokens=20)
-    assert cache.report().kept_per_layer[0] == plan.prompt_tokens + 19
 
 
 def obeyed(document, length, policy="rocketkv(window=4)", new=3):
@@ -268,32 +227,6 @@ def test_sizes_of_a_policy_that_are_not_the_plans_are_refused():
         kvtool.build_cache(lm, "rocketkv(window=4,split=0.5)", plan=document)
     with pytest.raises(kvtool.UsageError, match="has page 9, and the plan"):
         kvtool.build_cache(lm, "hsa(page=9)", plan=document)
-
-
-def test_what_fits_is_kept_and_read_in_full():
-    lm = kvtool.attach(peaky_model("llama"))
-    ids, new = random_ids(50), random_ids(14, seed=1).T
-    full = decoded(lm, kvtool.build_cache(lm, "full"), ids, new)
-    for policy in ("rocketkv", "rocketkv-mt"):
-        for mode in ("full", "block:16"):
-            cache = kvtool.build_cache(lm, policy, 64, prefill=mode)
-            torch.testing.assert_close(decoded(lm, cache, ids, new), full, atol=1e-4, rtol=1e-4)
-            assert cache.report().kept_per_layer == [64, 64]
-            decode_step(lm, cache, new[0])
-            assert cache.report().traffic_pairs < 65
-
-
-def test_a_plain_forward_is_a_whole_prompt():
-    lm = kvtool.attach(peaky_model("llama"))
-    ids, plan = random_ids(120), plan_rocketkv(120, 24, 16, window=4)
-    for mode in ("full", "block:16"):
-        plain = kvtool.build_cache(lm, "rocketkv(window=4)", 24, prefill=mode)
-        lm(ids, past_key_values=plain)
-        driven = kvtool.build_cache(lm, "rocketkv(window=4)", 24, prefill=mode)
-        prefill(lm, driven, ids)
-        for layer in range(2):
-            assert plain.kept_positions(layer).shape[2] == plan.prompt_tokens
-            assert torch.equal(plain.kept_positions(layer), driven.kept_positions(layer))
 
 
 def test_refusals():

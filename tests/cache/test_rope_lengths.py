@@ -145,17 +145,6 @@ def test_a_plain_forward_that_outgrows_the_factors_is_refused(name):
     torch.testing.assert_close(torch.cat(parts, 1), plain_logits(name, ids, 80), **close)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [SHORT, LONG])
-def test_kvtools_own_loop_chooses_for_prompt_and_answer(name):
-    ids, new = text(60), 7
-    model = long_rope_model(name)
-    cache = kvtool.build_cache(model, "full")
-    done = kvtool.generation.generate(model, Spelled(), cache, ids, max_new_tokens=new)
-    assert done.input_ids.tolist() == plain_answer(name, ids, new).tolist()
-    assert cache.get_seq_length() == 66
-
-
 def first_of(name, ids, new):
     """The first token of an answer of a given greatest length."""
     return plain_logits(name, ids, ids.shape[1] + new)[:, -1].argmax(-1)
@@ -190,19 +179,6 @@ def test_the_comparison_with_the_full_cache_has_the_same_factors(name):
         compare_with_full(model, ids, logits).kl
         != compare_with_full(model, ids, logits, RopeLengths((80,) if name == LONG else (65,))).kl
     )
-
-
-def test_a_policy_decides_by_the_same_keys_whole_or_in_blocks():
-    """Nothing is evicted before the last block, so that both see the same."""
-    ids = text(80)
-    whole, cache = logits_of(SHORT, ids, 80, 70, "full", "snapkv", 40)
-    assert max(cache.report().kept_per_layer) == 50
-    model = long_rope_model(SHORT)
-    other = kvtool.build_cache(model, "snapkv", 40)
-    with other.prompt([70], 10):
-        model(input_ids=ids[:, :70], past_key_values=other)
-    assert torch.equal(cache.kept_positions(0)[..., :40], other.kept_positions(0))
-    assert whole.isfinite().all()
 
 
 def test_scoring_a_text_chooses_for_all_of_it():
@@ -309,15 +285,6 @@ def test_a_further_call_that_outgrows_the_factors_is_refused_at_its_beginning(na
     assert out.tolist() == plain_answer(name, ids, 6).tolist()
 
 
-def test_a_further_call_goes_on_where_the_length_was_announced():
-    model, ids = long_rope_model(SHORT), text(60)
-    cache = kvtool.build_cache(model, "full")
-    cache.expect_length(68)
-    said = model.generate(ids, past_key_values=cache, max_new_tokens=2, do_sample=False)
-    out = model.generate(said, past_key_values=cache, max_new_tokens=6, do_sample=False)
-    assert out.tolist() == plain_answer(SHORT, ids, 8).tolist()
-
-
 def test_a_call_that_fails_before_it_has_read_leaves_no_choice():
     model, ids = long_rope_model(SHORT), text(50)
     cache = kvtool.build_cache(model, "full")
@@ -354,22 +321,6 @@ def test_each_row_of_a_padded_batch_has_the_factors_of_its_own_length(name):
     out = model.generate(ids, past_key_values=guessed, **asked)
     assert out[:, -4:].tolist() == alone
     assert guessed.rope.chosen == cache.rope.chosen
-
-
-def test_samples_of_a_padded_batch_keep_the_factors_of_their_rows():
-    rows = [text(30, seed=1), text(80, seed=2)]
-    ids, mask = padded(rows)
-    model = long_rope_model(SHORT)
-    cache = kvtool.build_cache(model, "full")
-    model.generate(
-        ids,
-        attention_mask=mask,
-        past_key_values=cache,
-        max_new_tokens=3,
-        do_sample=True,
-        num_return_sequences=2,
-    )
-    assert cache.rope.chosen == RopeLengths((64, 64, 65, 65))
 
 
 @pytest.mark.parametrize("name", [SHORT, LONG])
@@ -549,21 +500,6 @@ def test_compiled_steps_keep_the_factors(name):
         found = step(model, cache, token.view(1))
         torch.testing.assert_close(found, decode_step(model, twin, token.view(1)), **close)
     assert step.report().compiled_steps > 20
-
-
-@pytest.mark.exhaustive
-def test_transformers_cannot_compile_a_base_that_grows():
-    model, ids = long_rope_model(LONG), text(80)
-    cache = kvtool.build_cache(model, "h2o", 24)
-    prefill(model, cache, ids[:, :50], new_tokens=30)
-    step = CompiledDecoding(model, 30, backend="eager")
-
-    def decode():
-        for token in ids[0, 50:]:
-            step(model, cache, token.view(1))
-
-    with pytest.raises(KvtoolError, match="cannot be compiled"):
-        decode()
 
 
 @pytest.mark.exhaustive

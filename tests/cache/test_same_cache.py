@@ -155,21 +155,6 @@ def test_forwards_of_others_inside_a_call_may_have_caches_of_their_own():
     assert torch.equal(model.generate(ids, past_key_values=cache, **asked), plain)
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [{"num_beams": 3}, {"num_return_sequences": 3, "do_sample": True}, {"prefill_chunk_size": 8}],
-    ids=["beams", "samples", "chunks"],
-)
-def test_what_transformers_does_to_a_cache_is_left_to_it(asked):
-    ids, asked = random_ids(30), {"max_new_tokens": 8, "do_sample": False} | asked
-    model, other = made(LlamaForCausalLM), made(LlamaForCausalLM)
-    torch.manual_seed(3)
-    plain = other.generate(ids, **asked)
-    torch.manual_seed(3)
-    out = model.generate(ids, past_key_values=kvtool.build_cache(model, "full"), **asked)
-    assert torch.equal(out, plain)
-
-
 def test_a_call_without_a_kvtool_cache_may_do_as_it_likes():
     model, ids = made(DropsBeforeForwards), random_ids(12)
     plain = model.generate(ids, max_new_tokens=16, do_sample=False)

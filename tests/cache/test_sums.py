@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.steps import attend_block
 from kvtool.cache.steps.attend_block import _token_columns
 from kvtool.generation import decode_step, prefill
@@ -110,21 +109,6 @@ def test_padded_rows_count_the_same_and_as_alone(monkeypatch, policy, mode):
         torch.testing.assert_close(ours[1][:, row : row + 1], alone, atol=1e-4, rtol=1e-4)
 
 
-def test_the_layers_budgets_are_split_by_the_same_variances(monkeypatch):
-    """The sums of every query head, as they wait for the last layer."""
-    model, found = kvtool.attach(peaky_model("llama")), []
-    own = Deferred.add
-    monkeypatch.setattr(
-        Deferred, "add", lambda self, sums, n: found.append(sums.clone()) or own(self, sums, n)
-    )
-    _, taken, _ = both(monkeypatch, model, "d2o", random_ids(LENGTH))
-    ours, plain = found[:2], found[2:]
-    assert taken == len(ours) == len(plain) == 2
-    for one, other in zip(ours, plain, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
-        assert one.sum(-1).allclose(torch.tensor(float(LENGTH)))  # each query gives 1
-
-
 @pytest.mark.parametrize("case", ["mistral", "gemma2", "gpt_oss", "eager", "gradient"])
 def test_what_the_kernel_cannot_tell_is_weighed_in_full(monkeypatch, case):
     """Windows, soft caps, sinks, a wish for eager attention, gradients."""
@@ -153,28 +137,6 @@ def test_a_later_block_is_weighed_in_full(monkeypatch):
     monkeypatch.setattr(attend_block, "sum_block", lambda *args: taken.append(1) or own(*args))
     run(model, "h2o", random_ids(LENGTH), mode="block:16")
     assert len(taken) == 2
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_half_precision_sums_are_as_near_to_float32_as_weights_in_full(monkeypatch, dtype):
-    """Of the same queries and keys: layer 0 of the model, whose input is the same."""
-    model, ids = peaky_model("llama").to(dtype), random_ids(LENGTH)
-    ours, taken, plain = both(monkeypatch, kvtool.attach(model), "roco", ids, budget=200, steps=0)
-    assert taken == 2
-    calls = []
-    exact = kvtool.build_cache(model, "full")
-    exact.watch_steps(lambda step, call, out: calls.append(call))
-    prefill(model, exact, ids)
-    query, key = calls[0].query.float(), calls[0].key.float()
-    logits = query.unflatten(1, (key.shape[1], -1)) @ key[:, :, None].transpose(3, 4)
-    logits = (logits * calls[0].scale).masked_fill(torch.ones(61, 61).triu(1) > 0, -torch.inf)
-    wanted = logits.softmax(-1).mean(2).sum(2)
-    errors = [
-        (cache.slot_layers[0].slots.state["attention_sum"][..., :LENGTH] - wanted).abs().max()
-        for cache, _ in (ours, plain)
-    ]
-    assert errors[0] <= errors[1] + 1e-5
-    assert errors[0] < 1e-4 * LENGTH
 
 
 def test_each_row_is_cut_to_its_tokens():

@@ -9,7 +9,7 @@ import torch
 import kvtool
 from kvtool.cache import cache as caches
 from kvtool.cache.hooks import attention
-from kvtool.generation import compress, decode_step, generate, prefill
+from kvtool.generation import compress, decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
@@ -188,33 +188,3 @@ def test_a_forward_without_a_cache_takes_nothing_over_from_one_that_broke_off(mo
         prefill(model, cache, random_ids(30))
     monkeypatch.undo()
     assert torch.equal(model(random_ids(30), use_cache=False).logits, alone)
-
-
-def test_generate_refuses_it_before_it_draws_anything():
-    from kvtool.models.load import load
-
-    loaded = load()
-    model = kvtool.attach(loaded.model)
-    cache = kvtool.build_cache(model, "h2o", 24)
-    ids = loaded.tokenizer("The old lamp was near the school.", return_tensors="pt").input_ids
-    told = []
-    with suppress(KeyboardInterrupt):
-        generate(model, loaded.tokenizer, cache, ids, max_new_tokens=9, on_text=interrupt_at(model))
-    with pytest.raises(kvtool.KvtoolError, match=TORN):
-        generate(model, loaded.tokenizer, cache, ids, max_new_tokens=2, on_text=told.append)
-    assert told == []
-
-
-def interrupt_at(model):
-    """Return a callback that has the forward after the first piece of text break off."""
-
-    def on_text(_):
-        layer = model.get_submodule("model.layers.2")
-
-        def stop(*_):
-            hook.remove()
-            raise KeyboardInterrupt
-
-        hook = layer.register_forward_pre_hook(stop)
-
-    return on_text

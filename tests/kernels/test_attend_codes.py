@@ -14,7 +14,6 @@ from kvtool.kernels.kind import CODES
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import from_fp8, from_int4, from_int8
-from kvtool.policies.codec.int4 import Int4
 from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
 
 pytest.importorskip("triton")
@@ -148,50 +147,6 @@ def test_attention_over_codes_equals_explicit_dequantisation(forms):
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
     mean = expected.mean((2, 3))
     torch.testing.assert_close(sums["attention_sum"], mean, atol=1e-5, rtol=1e-5)
-
-
-def test_rotated_queries_over_rotated_codes_give_a_rotated_output():
-    """int4 as a cache uses it: the query is rotated, and the output rotated back."""
-    generator = torch.Generator().manual_seed(6)
-    of_keys, of_values = (Int4().rotation(7, dim, torch.device(DEVICE)) for dim in (64, 96))
-    query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
-    key = torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE)
-    value = torch.randn(1, 2, 50, 96, generator=generator).to(DEVICE)
-    codes = quantised(("int4", "int4"), of_keys.rotate(key), of_values.rotate(value))
-    out, _ = attend_codes(
-        *(of_keys.rotate(query), *codes, None, {}),
-        forms=("int4", "int4"),
-        value_dim=96,
-        scale=1 / 8,
-    )
-    back = [
-        of_keys.rotate_back(from_int4(*codes[:2])),
-        of_values.rotate_back(from_int4(*codes[2:])),
-    ]
-    weights = attention_weights(group_queries(query, 2), back[0], scale=1 / 8)
-    expected = weighted_values(weights, back[1])
-    torch.testing.assert_close(of_values.rotate_back(out), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_queries_and_outputs_are_rotated_for_their_own_side():
-    """Keys of 8 bits take the query as it is, and values of 4 bits give a rotated output."""
-    generator = torch.Generator().manual_seed(6)
-    rotation = Int4().rotation(7, 64, torch.device(DEVICE))
-    query = torch.randn(1, 4, 1, 64, generator=generator).to(DEVICE)
-    key, value = (torch.randn(1, 2, 50, 64, generator=generator).to(DEVICE) for _ in range(2))
-    outs = []
-    for forms in (("int8", "int4"), ("int4", "int8")):
-        turned = [form == "int4" for form in forms]
-        keys = rotation.rotate(key) if turned[0] else key
-        values = rotation.rotate(value) if turned[1] else value
-        asked = rotation.rotate(query) if turned[0] else query
-        codes = quantised(forms, keys, values)
-        out, _ = attend_codes(asked, *codes, None, {}, forms=forms, value_dim=64, scale=1 / 8)
-        outs.append(rotation.rotate_back(out) if turned[1] else out)
-    weights = attention_weights(group_queries(query, 2), key, scale=1 / 8)
-    expected = weighted_values(weights, value)
-    for out in outs:
-        torch.testing.assert_close(out, expected, atol=0.1, rtol=0.1)
 
 
 # ---- the formats, bit by bit
