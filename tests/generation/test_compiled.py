@@ -218,19 +218,6 @@ def test_room_for_a_long_text_is_taken_in_parts(monkeypatch):
 
 
 @pytest.mark.exhaustive
-def test_rooms_that_are_used_up_are_followed_by_others():
-    model = small()
-    cache = filled(model, "snapkv(window=4)")
-    step = CompiledDecoding(model, 4, backend="eager")
-    held = []
-    for i in range(9):
-        step(model, cache, torch.tensor([i + 2, i + 3]))
-        held.append(cache.layers[0].slots.used)
-    assert held == [24] * 4 + [28] * 4 + [32]
-    assert cache.report().kept_per_layer == [29]
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["full+int8", "snapkv(window=4)+int4", "rocketkv"])
 def test_few_graphs_serve_all_rooms(policy):
     model = small(head_dim=32)

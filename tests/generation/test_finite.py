@@ -198,13 +198,6 @@ def test_scores_of_a_known_text(chunk):
         token_logprobs(model, kvtool.build_cache(model, "h2o", 16), ids_of(tokenizer), chunk=chunk)
 
 
-def test_a_plain_generate_is_not_looked_at():
-    model, tokenizer = make("model.layers.2.mlp.down_proj")
-    cache = kvtool.build_cache(model, "h2o", 16)
-    out = model.generate(ids_of(tokenizer), past_key_values=cache, max_new_tokens=2)
-    assert out.shape[1] == ids_of(tokenizer).shape[1] + 2
-
-
 def test_a_good_model_is_passed_once(monkeypatch):
     model, tokenizer = make()
     monkeypatch.setattr("kvtool.generation.finite.find", None)

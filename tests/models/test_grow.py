@@ -1,20 +1,15 @@
 """A grown model computes what the old one did, and has sinks in its new layers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import train
-from kvtool.errors import KvtoolError
 from kvtool.models.reference import path
 from kvtool.models.reference.filler import Filler
 from training.grow import grow, new_places
 from training.rows import Mixture, draw_batch
 from training.sinks import place_sinks
-from training.stages import CURRICULA
 
 
 @pytest.fixture(scope="module")
@@ -60,27 +55,3 @@ def test_heads_with_sinks_find_the_first_token_and_read_nothing_from_it(old, tex
         assert first[..., :size].norm(dim=-1).max() < 1e-3 * others[..., :size].norm(dim=-1).mean()
     without = grown.model.layers[7].self_attn.q_proj.weight
     assert torch.equal(without, grow(old, 8).model.layers[7].self_attn.q_proj.weight)
-
-
-def test_other_depths_are_refused(old):
-    for layers in (3, 9):
-        with pytest.raises(KvtoolError, match=f"4 layers grow to 4 to 8, not to {layers}"):
-            grow(old, layers)
-
-
-def test_growing_needs_a_model(tmp_path):
-    with pytest.raises(SystemExit, match="--grow needs a model to grow: --init FOLDER"):
-        train.main(["--out", str(tmp_path), "--grow", "8"])
-
-
-def test_a_run_keeps_its_sinks_while_it_trains(tmp_path, texts, monkeypatch):
-    step = replace(CURRICULA["grown"].cool_down, lengths=(128,), batch=512)
-    monkeypatch.setitem(CURRICULA, "grown", replace(CURRICULA["grown"], cool_down=step))
-    given = ["--curriculum", "grown", "--init", str(path()), "--grow", "8", "--sinks", "1,3"]
-    train.main(["--out", str(tmp_path), *given, "--cool-down-now", "--cool-down", "0.001"])
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        found = model(texts(2, 2, 256), output_attentions=True).attentions
-    for place in (1, 3):
-        assert found[place][:, :2, 64:, 0].mean() >= 0.3

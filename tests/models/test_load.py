@@ -1,7 +1,5 @@
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -61,13 +59,6 @@ def test_dtype_is_float32_on_a_cpu_unless_asked():
     assert resolve_dtype("auto", "cpu") == "float32"
     assert resolve_dtype("auto", "cuda:1") == "auto"
     assert resolve_dtype("float16", "cpu") == "float16"
-
-
-@pytest.mark.exhaustive
-def test_nothing_reaches_stdout():
-    program = "from kvtool.models.load import load; load()"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -212,11 +203,6 @@ def test_refuses_a_broken_tokenizer(folder):
 def test_refuses_an_unknown_device(device):
     with pytest.raises(UsageError, match=f"no device `{device}`; choose auto, cpu"):
         resolve_device(device)
-
-
-def test_refuses_a_gpu_that_is_not_there():
-    with pytest.raises(UsageError, match=r"no device `cuda:99`: \d+ CUDA devices here"):
-        resolve_device("cuda:99")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,5 @@
 """The bundled tokenizer gives back any text, and keeps the words of the world whole."""
 
-import subprocess
-import sys
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,9 +74,3 @@ def test_stored_tokenizer_is_the_one_the_code_builds():
     built = build_tokenizer()
     stored = TOKENIZER.backend_tokenizer.to_str()
     assert built.backend_tokenizer.to_str() == stored
-
-
-def test_finding_the_folder_imports_no_torch():
-    code = "import sys, kvtool.models.reference as r; r.path(); print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "False\n"

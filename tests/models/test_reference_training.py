@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import train
-from kvtool.errors import KvtoolError
 from kvtool.models.reference.filler import Filler
 from training.muon import Muon, orthogonalise
-from training.stages import RECALL
 
 one_filler = functools.cache(Filler)
 
@@ -44,43 +42,6 @@ def test_a_killed_run_goes_on_where_it_was_saved(tmp_path):
     assert second.progress == whole.progress
     for ours, theirs in zip(second.model.parameters(), whole.model.parameters(), strict=True):
         assert torch.equal(ours, theirs)
-
-
-def test_the_rate_warms_up_and_falls_to_the_end_of_the_cool_down(tmp_path):
-    run = train.Run(options(tmp_path, "--cool-down", "10"))
-    assert run.learning_rate() == 0.01
-    run.progress |= {"step": 500, "cooling": True, "stage_tokens": 0}
-    assert run.learning_rate() == 1.0
-    run.progress["stage_tokens"] = 7_500_000
-    assert run.learning_rate() == pytest.approx(0.25)
-    assert not run.finished()
-    run.progress["stage_tokens"] = 10_000_000
-    assert run.finished()
-
-
-def test_the_stages_follow_each_other_and_end_in_the_cool_down(tmp_path):
-    run = train.Run(options(tmp_path))
-    names = [run.stage.name]
-    for _ in RECALL.stages:
-        run.advance()
-        names.append(run.stage.name)
-    assert names == ["look up", "short", "middle", "long", "longest", "cool down"]
-
-
-def test_the_curriculum_of_the_second_model_is_chosen_by_name(tmp_path):
-    run = train.Run(options(tmp_path, "--curriculum", "trace", "--stage", "2"))
-    assert run.stage.name == "most steps"
-    assert run.model.config.max_position_embeddings == 1024
-    run.advance()
-    assert run.progress["cooling"]
-    assert run.stage.mixture.draw_kind(run.rng) == "trace"
-    with pytest.raises(KvtoolError, match="no stage 3: the curriculum has 0 to 2"):
-        train.Run(options(tmp_path, "--curriculum", "trace", "--stage", "3"))
-
-
-def test_a_missing_first_checkpoint_is_refused(tmp_path):
-    with pytest.raises(KvtoolError, match="no folder `/nowhere` to start from"):
-        train.Run(options(tmp_path, "--init", "/nowhere"))
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (2, 5, 11), (11, 5)])

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from accuracy import measure
-from kvtool.cli.main import main
 from kvtool.models.folder import find_source
 from kvtool.models.load import load
 from kvtool.models.notes import model_note
@@ -40,12 +39,3 @@ def test_nearly_every_chain_is_worked_out_to_its_end(tokens):
     with torch.no_grad():
         result = measure(model, "trace", tokens, samples=10, filler=Filler(FILLER_SEED, 50), seed=5)
     assert result["exact"] >= 0.9
-
-
-@pytest.mark.exhaustive
-def test_the_task_runs_from_the_command_line(tmp_path, capsys):
-    command = ["eval", "-m", NAME, "-t", "trace", "--depths", "4", "--samples", "1"]
-    assert main([*command, "-p", "full", "-o", str(tmp_path / "run"), "-q", "-f", "json"]) == 0
-    told = capsys.readouterr()
-    assert '"name": "steps"' in told.out or '"steps"' in told.out
-    assert "error" not in told.err

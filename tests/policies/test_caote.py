@@ -9,7 +9,7 @@ from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.policies.rescore.caote import distance_from_mean, normalised, output_change
 from tests.policies.trial import FIXTURE, VALUES, Trial, Twin, one_head, random_pair
-from tests.reference.caote import caote_scores, share
+from tests.reference.caote import caote_scores
 
 
 def product_scores(scores, values, fast=False):
@@ -87,10 +87,6 @@ def test_scores_that_are_all_zero_count_alike():
     scores = product_scores([0.0] * 4, VALUES)
     assert scores == pytest.approx(caote_scores([0.0] * 4, VALUES), rel=1e-6)
     assert scores == pytest.approx([1.25 / 3, 0.975392, 0.25 / 3, 0.533594], rel=1e-5)
-
-
-def test_negative_scores_are_shifted():
-    assert share([-1.0, 0.0, 3.0]) == [0.0, 0.2, 0.8]
 
 
 BASES = [

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.allocate.duo import rank_heads
 from tests.models_for_tests import peaky_model, random_ids
@@ -221,13 +220,3 @@ def test_the_proxy_is_measured_once_per_model(model):
     ranks = kvtool.build_cache(model, "duoattention", 700).link.head_ranks
     assert sorted(ranks.flatten().tolist()) == list(range(LAYERS * HEADS))
     assert kvtool.build_cache(model, "streaming+duo", 700).link.head_ranks is ranks
-
-
-def test_scores_that_do_not_fit_are_refused(tmp_path):
-    fresh = peaky_model("llama")
-    path = tmp_path / "s.tsv"
-    path.write_text("1 2 3\n")
-    with pytest.raises(UsageError, match="this model has 2 of 2"):
-        kvtool.build_cache(fresh, f"duoattention(scores={path})", 700)
-    with pytest.raises(UsageError, match="budget 0"):
-        kvtool.build_cache(fresh, "duoattention", 0)

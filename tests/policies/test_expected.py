@@ -153,15 +153,6 @@ def test_many_slots_are_scored_as_few_are():
     torch.testing.assert_close(ratio, ratio[:, :1].expand_as(ratio), atol=0, rtol=1e-4)
 
 
-@pytest.mark.parametrize("modifier", ["caote", "fastcaote"])
-def test_caote_takes_the_attention_alone(modifier):
-    spelled = f"expected(values=false)+{modifier}"
-    assert str(parse_policy(spelled)) == spelled
-    with pytest.raises(UsageError, match="weighs values by attention scores") as refused:
-        parse_policy(f"expected+{modifier}")
-    assert "expected(values=false)" in refused.value.hint
-
-
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -126,11 +126,6 @@ HOOKS = {
         lambda self, state, view, rows: state["attention_sum"] * float("nan"),
         "returns nan for a token that is stored",
     ),
-    "infinite": (
-        "importance",
-        lambda self, state, view, rows: state["attention_sum"] - float("inf"),
-        "returns -inf for a token that is stored",
-    ),
     "not a number later": (
         "importance",
         only_while_decoding(lambda number: number * float("nan")),
@@ -147,7 +142,6 @@ HOOKS = {
         r"returns shape \(1, 2, 39\), not \(1, 1 or 2, 40\): batch, KV heads, slots",
     ),
     "no result": ("importance", lambda *shown: None, "returns None, not a tensor"),
-    "a list": ("importance", lambda *shown: [1.0], "returns list, not a tensor"),
     "whole numbers": (
         "importance",
         lambda self, state, view, rows: view.positions,

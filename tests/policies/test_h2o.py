@@ -53,13 +53,6 @@ def test_the_order_of_slots_does_not_matter():
     assert shuffled.victim() == straight.victim()
 
 
-def test_query_heads_of_a_group_may_be_swapped():
-    weights = causal_rows(torch.Generator().manual_seed(0), 2, 4, 7, 7)
-    swapped = weights[:, [2, 0, 3, 1]]
-    first, second = (Trial("h2o(recent=2)", 5, 2).feed(w) for w in (weights, swapped))
-    torch.testing.assert_close(first.scores(), second.scores())
-
-
 def test_the_recent_window_is_half_of_the_budget_unless_given():
     trial = Trial("h2o", budget=7).feed(causal_rows(torch.Generator(), 1, 1, 11, 11))
     assert trial.protected() == [{8, 9, 10}]  # 7 // 2 = 3

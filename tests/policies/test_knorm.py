@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import kvtool
 from kvtool import parse_policy
@@ -27,28 +25,6 @@ def test_worked_scores_and_the_three_that_tie():
     slow = build("knorm", 3)
     slow.look([dict(enumerate(KEYS))])
     assert slow.scores(0, range(6), None) == pytest.approx(expected, abs=1e-6)
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 10_000), st.integers(1, 3), st.integers(2, 12))
-def test_scores_equal_the_slow_twin_in_any_order_of_slots(seed, heads, slots):
-    source = torch.Generator().manual_seed(seed)
-    keys = torch.randn(heads, slots, 5, generator=source)
-    places = torch.randperm(slots, generator=source)
-    found = scores("knorm", view_of(keys[:, places], positions=places))
-    slow = build("knorm", 1)
-    slow.look([dict(enumerate(head.tolist())) for head in keys])
-    for head in range(heads):
-        expected = slow.scores(head, range(slots), None)
-        ours = found[0, head, places.argsort()]
-        torch.testing.assert_close(ours, torch.tensor(expected), atol=0, rtol=4e-6)
-
-
-def test_layers_in_one_view_are_scored_one_by_one():
-    source = torch.Generator().manual_seed(1)
-    layers = [torch.randn(2, 7, 4, generator=source) for _ in range(3)]
-    alone = [scores("knorm", view_of(layer)) for layer in layers]
-    assert torch.equal(scores("knorm", view_of(*layers)), torch.cat(alone))
 
 
 def test_keys_of_half_precision_are_measured_in_float32():
@@ -75,16 +51,6 @@ def test_of_equal_tokens_the_first_layer_keeps_the_first_ones():
     assert (
         cache.kept_positions(0)[0].tolist() == [list(range(10))] * cache.kept_positions(0).shape[1]
     )
-
-
-def test_sinks_and_recent_stay():
-    policy = parse_policy("knorm(sinks=2,recent=3)")
-    view = view_of(torch.randn(1, 9, 4))
-    mask = policy.ranking.protected({}, view, 2)
-    assert mask[0, 0].nonzero()[:, 0].tolist() == [0, 1, 6, 7, 8]
-    assert parse_policy("knorm").ranking.protected({}, view, 2) is None
-    with pytest.raises(UsageError, match="budget 5 is not above sinks 2 \\+ recent 3 = 5"):
-        policy.check_budget(5)
 
 
 @pytest.mark.parametrize(

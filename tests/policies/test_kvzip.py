@@ -147,20 +147,6 @@ def test_what_comes_out_changes_the_choice_and_hooks_go_with_the_cache():
     assert not hooks
 
 
-@pytest.mark.parametrize(
-    ("family", "told"),
-    [
-        ("falcon", "runs its own eager attention"),
-        ("deepseek_v3", "stores latents in place of values"),
-        ("qwen3_next", "changes the output of its heads"),
-    ],
-)
-def test_models_whose_heads_output_is_not_projected_plainly_take_no_plus(family, told):
-    model = kvtool.attach(family_model(family))
-    with pytest.raises(KvtoolError, match=told):
-        kvtool.build_cache(model, "kvzip(plus=true)", 20)
-
-
 def test_plus_takes_no_other_weighing_of_values():
     with pytest.raises(UsageError, match=r"`kvzip` weighs them already; kvzip\+critical"):
         parse_policy("kvzip(plus=true)+critical")
@@ -320,10 +306,7 @@ def test_what_is_never_repeated_must_leave_room():
     ("modifier", "told"),
     [
         ("caote", "weighs values by attention scores"),
-        ("fastcaote", "weighs values by attention scores"),
         ("ada", "compete for one budget, of all layers or of each"),
-        ("duo", "compete for one budget, of all layers or of each"),
-        ("pyramid", "compete for one budget, of all layers or of each"),
         ("d2o-alloc", "compete for one budget, of all layers or of each"),
         ("chunk", "`kvzip` lets them differ"),
         ("every", "scores prompts only"),

@@ -7,7 +7,6 @@ from safetensors.torch import load_file
 import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.generation import compress, decode_step, prefill
-from kvtool.policies.allocate.ada import split_heads
 from tests.coded import decoded_slots
 from tests.models_for_tests import instructed, peaky_model, random_ids
 
@@ -32,18 +31,6 @@ def test_d2o_measures_f_anew_in_a_turn_and_never_while_decoding():
     prefill(model, cache, random_ids(30, seed=1))
     assert cache.budgets.spreads[0].variance != first
     assert cache.budgets.spreads[0].queries == 30  # those of the turn alone
-
-
-def test_adakv_mixes_shares_and_caps_a_head_at_what_it_offers():
-    scores = torch.zeros(1, 2, 10)
-    scores[0, 0] = torch.arange(10) + 100.0  # the first head wins every place
-    assert split_heads(scores, 10, floor=0.2).tolist() == [[9, 1]]  # .2 * 5 + .8 * 10, .2 * 5
-    scores = torch.cat([scores, torch.zeros(1, 1, 10)], 1)
-    among = torch.ones(1, 3, 10, dtype=torch.bool)
-    among[0, 0, 4:] = False  # it stores 4 alone
-    found = split_heads(scores, 12, floor=0.2, among=among)
-    assert found[0, 0] <= 4
-    assert found.sum() == 12
 
 
 def test_expected_counts_evicted_prompt_tokens_and_no_answers():
@@ -122,14 +109,6 @@ def test_attention_goes_on_being_summed_over_turns(policy):
     after = cache.first_layer.sorted_slots()
     assert after.positions[0, 0, 0] == 0
     assert after.state[name][0, 0, 0] > first
-
-
-def test_the_budget_counts_the_token_that_is_being_decoded():
-    model = model_of()
-    cache = kvtool.build_cache(model, "streaming(sinks=2)", 8)
-    prefill(model, cache, random_ids(30))
-    decode(model, cache, [5])
-    assert cache.kept_positions(0)[0, 0].tolist() == [0, 1, *range(25, 31)]
 
 
 def test_quest_sizes_its_pages_anew_in_every_turn_and_not_while_decoding():

@@ -96,12 +96,6 @@ def test_a_layer_keeps_part_of_what_the_layer_above_keeps(model, budget):
     assert [len(layer) for layer in kept_sets(cache)] == [len(layer) + 5 for layer in kept]
 
 
-def test_a_prompt_that_fits_is_never_touched(model):
-    cache = kvtool.build_cache(model, "pyramidinfer", 60)
-    prefill(model, cache, random_ids(60))
-    assert cache.report().kept_per_layer == [60] * 4
-
-
 def test_blocks_of_a_prompt_are_read_at_once(model):
     whole, blocks = (
         kvtool.build_cache(model, "pyramidinfer", 60, prefill=mode) for mode in ("full", "block:16")

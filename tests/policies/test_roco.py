@@ -138,13 +138,6 @@ def test_defaults_follow_the_budget():
     assert parse_policy("roco").score.reserved(60) == {"sinks": 4, "protect_recent": 10}
 
 
-def test_the_scope_stays_under_a_modifier():
-    plain, _ = random_pair(5, [11], 7, "roco", sinks=1, protect_recent=1)
-    modified, twin = random_pair(5, [11], 7, "roco", "caote", sinks=1, protect_recent=1)
-    assert modified.protected() == plain.protected() == twin.protected()
-    assert modified.kept() == twin.kept()
-
-
 def test_refuses_protection_that_fills_the_budget():
     with pytest.raises(UsageError, match=r"budget 5 is not above sinks 4 \+ protect_recent 1 = 5"):
         parse_policy("roco").check_budget(5)

@@ -40,10 +40,6 @@ def test_the_newest_fill_what_surprise_leaves():
     assert kept(SirLLM(sinks=2), surprisal, budget=5, incoming=9) == [0, 1]
 
 
-def test_equal_surprisals_keep_the_lower_position():
-    assert kept(SirLLM(sinks=1), [1.0] * 6, budget=4) == [0, 1, 2, 3]
-
-
 def test_it_is_the_plain_loop():
     for seed in range(20):
         same_as_the_loop(seed)

@@ -3,11 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvtool
 from kvtool import parse_policy
 from kvtool.errors import UsageError
-from kvtool.generation import decode_step, prefill
-from tests.models_for_tests import peaky_model, random_ids
 from tests.policies.trial import Trial, random_pair, spell
 from tests.reference.selection import choose_kept, pool
 
@@ -95,29 +92,6 @@ def test_a_short_block_votes_with_what_it_has():
     trial, twin = random_pair(1, [7, 2], 5, "snapkv", window=4, kernel=3)
     assert trial.protected() == twin.protected() == [{7, 8}, {7, 8}]
     assert trial.kept() == twin.kept()
-
-
-def test_a_kernel_wider_than_the_votes_is_fine():
-    trial = voted([0.1, 0.4], 7, "max", 1)
-    torch.testing.assert_close(trial.scores()[0, :-1], torch.tensor([0.4, 0.4]))
-    assert trial.kept() == [[0, 2]]
-
-
-def test_nothing_is_evicted_after_the_prompt():
-    model = kvtool.attach(peaky_model("llama"))
-    cache = kvtool.build_cache(model, "snapkv(window=4)", 12)
-    prefill(model, cache, random_ids(40))
-    after_prompt = [cache.kept_positions(layer)[0].tolist() for layer in range(2)]
-    assert {len(head) for heads in after_prompt for head in heads} == {12}
-    for i, token in enumerate(random_ids(20, seed=1)[0]):
-        decode_step(model, cache, token[None])
-        for layer, heads in enumerate(after_prompt):
-            new = list(range(40, 41 + i))
-            assert cache.kept_positions(layer)[0].tolist() == [head + new for head in heads]
-
-
-def test_defaults():
-    assert str(parse_policy("snapkv(window=32,kernel=7,pool=max)")) == "snapkv"
 
 
 @pytest.mark.parametrize(

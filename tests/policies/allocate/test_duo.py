@@ -94,14 +94,6 @@ def test_the_reach_of_heads_against_loops():
     assert found.tolist() == pytest.approx(pairs, rel=1e-4)
 
 
-def test_a_head_that_looks_far_scores_above_one_that_looks_near():
-    angles = torch.arange(64) * 0.02
-    turning = torch.stack([angles.cos(), angles.sin()], -1)[None, None] * 6
-    far = torch.stack([(angles + 1.0).cos(), (angles + 1.0).sin()], -1)[None, None] * 6
-    near = reach_of_heads(turning, turning, 1.0, 30)
-    assert reach_of_heads(turning, far, 1.0, 30) > near
-
-
 def test_scores_come_from_a_table(tmp_path):
     path = tmp_path / "Gates.tsv"
     path.write_text("0.9\t0.1\t0.5\n0.5\t0\t0.7\n")

@@ -11,7 +11,6 @@ from kvtool.policies.allocate.optimal import (
     Optimal,
     best_heads,
     best_split,
-    convex_hull,
     curve_points,
     falling,
     forecast_heads,
@@ -103,15 +102,6 @@ def test_no_split_has_less_error(convex):
         assert got == pytest.approx(best, abs=1e-9)
 
 
-def test_all_layers_but_one_stand_on_a_measured_budget():
-    rng = random.Random(7)
-    for _ in range(50):
-        problem = random_room(rng, convex=False)
-        corners = {*problem.curves.budgets, problem.max_budgets[0]}
-        between = [t for t in best_split(problem) if t not in corners]
-        assert len(between) <= 1
-
-
 def test_a_layer_that_gains_nothing_stays_small():
     curves = measured([10, 20, 40], [[0.9, 0.5, 0.1], [0.01, 0.009, 0.008]])
     problem = AllocationProblem(
@@ -144,14 +134,6 @@ def test_an_unmeasured_small_budget_is_refused():
         Optimal().split(
             AllocationProblem(total=19, min_budgets=[1, 1], max_budgets=[80, 80], curves=curves)
         )
-
-
-def test_the_hull_skips_what_lies_above_it():
-    assert convex_hull([(1, 9.0), (2, 8.9), (3, 1.0), (5, 2.0), (9, 0.0)]) == [
-        (1, 9.0),
-        (3, 1.0),
-        (9, 0.0),
-    ]
 
 
 def by_sample(*samples):

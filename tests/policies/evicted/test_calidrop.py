@@ -111,9 +111,3 @@ def test_a_row_that_sees_nothing_has_weights_of_zero():
 def test_what_makes_no_sense_is_refused(text, told):
     with pytest.raises(UsageError, match=told):
         parse_policy(text)
-
-
-def test_its_spelling():
-    text = "h2o+caote+calidrop(theta1=0.6,calibration_size=64,store=int8,granularity=layer)"
-    assert str(parse_policy(text)) == text
-    assert str(parse_policy("SnapKV+CaliDrop(theta1=.7)")) == "snapkv+calidrop"

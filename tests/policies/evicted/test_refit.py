@@ -141,17 +141,13 @@ def test_values_in_half_precision_are_fitted_in_more():
     [
         ("full+refit", "`refit` makes something of evicted tokens, and `full` evicts none"),
         ("h2o+refit", "once, when a prompt is cut, and `h2o` evicts while it decodes"),
-        ("keydiff+refit", "and `keydiff` evicts while it decodes"),
         ("duoattention+refit", "and `duoattention` evicts while it decodes"),
         ("snapkv+every+refit", "and `every` cuts again while tokens are decoded"),
-        ("rkv+refit", "and `rkv` evicts while it decodes"),
         ("d2o(merge=none)+refit", "and `d2o` evicts while it decodes"),
         ("sirllm+refit", "and `sirllm` cuts all layers at once"),
         ("quest+refit", "`quest` keeps everything and chooses what is read; `refit` has nothing"),
         ("rocketkv+refit", "the budget of `rocketkv` is what a step reads"),
         ("snapkv+refit+cam", "modifiers `refit` and `cam` exclude each other"),
-        ("snapkv+refit+d2o-merge", "modifiers `refit` and `d2o-merge` exclude each other"),
-        ("snapkv+refit+calidrop", "modifiers `refit` and `calidrop` exclude each other"),
         ("snapkv+refit(queries=0)", "refit: queries must be 1 or more, got 0"),
         ("snapkv+refit(ridge=0)", "refit: ridge must be above 0, got 0"),
         ("snapkv+refit(ridge=nan)", "ridge must be a number, got `nan`"),
@@ -169,17 +165,3 @@ def test_blocks_are_refused_with_the_reason():
     check_blocks(policy, None)
     with pytest.raises(UsageError, match="what its last queries see of all of it, so it cannot"):
         check_blocks(policy, 128)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "snapkv+refit",
-        "adakv+caote+refit(queries=16,ridge=0.1)+pyramid+int8",
-        "kvzip+refit+int4",
-        "expected+chunk+refit",
-        "pyramidinfer+refit",
-    ],
-)
-def test_its_spelling(text):
-    assert str(parse_policy(text)) == text

@@ -6,13 +6,14 @@ import torch
 import kvtool
 from kvtool import parse_policy
 from kvtool.cache.steps.view import vote_again
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.parts import SlotView
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.quest import Quest
 from tests.cache.test_oracle import Run, follow
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
+from tests.policies.pace.test_every import rows_are_the_rows_alone
 from tests.reference.policies import VotesAgain, build
 from tests.tiers import first
 
@@ -140,25 +141,7 @@ def test_rows_that_are_cut_at_other_times_are_the_rows_alone(case):
     name, _, rest = base.partition("+")
     settings = {"chunk": "chunk(length=4)"}.get(rest, rest)
     spelled = f"{name}(window=4){'+' * bool(rest)}{settings}+every(steps=6)"
-    model, lengths = peaky_model("llama"), (61, 57, 33, 18)
-    ids = random_ids(61, batch=4)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, 61 - length :] = 1
-    batch = kvtool.build_cache(model, spelled, budget)
-    alone = [kvtool.build_cache(model, spelled, budget) for _ in lengths]
-    prefill(model, batch, ids, mask)
-    for row, (cache, length) in enumerate(zip(alone, lengths, strict=True)):
-        prefill(model, cache, ids[row : row + 1, 61 - length :])
-    for tokens in random_ids(13, seed=5, batch=4).T:
-        logits = decode_step(model, batch, tokens)
-        for row, cache in enumerate(alone):
-            own = decode_step(model, cache, tokens[row : row + 1])
-            torch.testing.assert_close(logits[row], own[0], atol=1e-4, rtol=1e-4)
-            for layer in range(2):
-                both = batch.kept_positions(layer)[row], cache.kept_positions(layer)[0]
-                kept = [[head[head >= 0].tolist() for head in each] for each in both]
-                assert kept[0] == kept[1]
+    rows_are_the_rows_alone(spelled, budget)
 
 
 def test_the_newest_queries_vote_on_a_short_turn_too():
@@ -174,31 +157,9 @@ def test_the_newest_queries_vote_on_a_short_turn_too():
     assert {32, 33, 34, 35} <= set(kept[0].tolist())
 
 
-def test_what_is_held_is_told_to_the_slot():
-    model, counts = peaky_model("llama"), []
-    cache = kvtool.build_cache(model, "snapkv(window=4)+every(steps=6)", BUDGET)
-    prefill(model, cache, random_ids(50))
-    for token in random_ids(14, seed=2)[0]:
-        counts.append(cache.kept_positions(0).shape[-1])
-        decode_step(model, cache, token[None])
-    assert counts == [20 + i % 6 for i in range(14)]
-    assert cache.slot_layers[0].slots.capacity == 26
-
-
 def test_what_makes_no_sense_is_refused():
     snapkv = parse_policy("snapkv+every")
     with pytest.raises(UsageError, match="the tables of `quest` only grow"):
         Policy(snapkv.score, pace=snapkv.pace, read=Quest(k=4))
     with pytest.raises(UsageError, match="cannot follow heads of unequal counts while they decode"):
         parse_policy("adakv+every+calidrop")
-
-
-def test_attention_that_shows_no_queries_is_refused():
-    for family, told in (
-        ("falcon", r"`snapkv\(window=4\)\+every` looks back from queries"),
-        ("deepseek_v3", "needs keys that are stored as they are attended"),
-    ):
-        model = family_model(family)
-        cache = kvtool.build_cache(model, "snapkv(window=4)+every", 12)
-        with pytest.raises(KvtoolError, match=told):
-            model.generate(random_ids(20), past_key_values=cache, max_new_tokens=2)

@@ -1,5 +1,4 @@
 import pytest
-import torch
 
 import kvtool
 from kvtool.policies.read.exact_topk import ExactTopK
@@ -31,13 +30,6 @@ def test_ties_go_to_the_lower_position():
 def test_the_budget_is_what_is_attended_to():
     assert ExactTopK().sized(StepBudget(64, 1000, 16)).k == 64
     assert ExactTopK(k=9).sized(StepBudget(64, 1000, 16)).k == 9
-
-
-def test_choosing_costs_nothing():
-    assert torch.tensor(chosen(ExactTopK(k=3), *random_case(0))).shape == (4, 3)
-    policy = kvtool.parse_policy("exact-topk(scope=group)")
-    assert (policy.budget_is_traffic, policy.takes_budget, policy.min_budget) == (True, True, 1)
-    assert str(policy) == "exact-topk(scope=group)"
 
 
 def test_refusals():

@@ -4,7 +4,6 @@ import math
 import pytest
 import torch
 
-import kvtool
 from kvtool.maths.basis import moments, principal_components
 from kvtool.policies.read.loki import Loki
 from kvtool.policies.read.view import StepBudget
@@ -74,9 +73,3 @@ def test_components_of_many_heads_at_a_time():
 def test_sizes_follow_from_the_budget():
     assert Loki().sized(StepBudget(512, 4096, 128)) == Loki(d=16, k=256)
     assert Loki().sized(StepBudget(256, 131072, 128)) == Loki(d=1, k=128)
-
-
-def test_the_case_of_a_path_is_kept():
-    policy = kvtool.parse_policy("LOKI(basis=/Tmp/My.safetensors)")
-    assert policy.read.basis == "/Tmp/My.safetensors"
-    assert str(policy) == "loki(basis=/Tmp/My.safetensors)"
