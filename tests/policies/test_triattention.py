@@ -1,5 +1,7 @@
 """TriAttention: worked example, slow twin, and a model against the oracle; what is refused."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,8 +14,10 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.pairs import pair_lengths
 from kvtool.maths.rotation import Rotation
-from kvtool.policies.evidence import QueryMoments
-from kvtool.policies.parts import SlotView
+from kvtool.policies.evidence import MomentsAsked, QueryMoments
+from kvtool.policies.pace.every import Every
+from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.policy import Policy
 from kvtool.policies.scores.triattention import pull_of_centres, standardised
 from tests.cache.test_moments import OWN, YARN
 from tests.cache.test_oracle import follow
@@ -305,6 +309,35 @@ def test_a_file_with_lengths_below_0_is_refused(tmp_path):
 @pytest.mark.parametrize("name", OF_PAIRS)
 def test_the_contract_holds_with_modifiers(modifier, name):
     CHECKS[name](Case(f"triattention(every=7,prompt=false)+{modifier}", "again"))
+
+
+def test_any_score_with_a_pace_may_look_at_moments_while_it_decodes():
+    seen = []
+
+    @dataclass(frozen=True)
+    class Mean(Score):
+        name, paper, evidence = "mean", "-", Evidence.MOMENTS
+
+        @property
+        def moments(self):
+            return MomentsAsked(covariance=False)
+
+        @property
+        def pace(self):
+            return Every(4)
+
+        def importance(self, state, view, rows):
+            seen.append([each.lengths for each in view.moments])
+            means = [each.mean.unflatten(1, (2, -1)).mean(2) for each in view.moments]
+            pairs = zip(view.keys, means, strict=True)
+            return torch.cat([(keys.float() @ mean[..., None])[..., 0] for keys, mean in pairs])
+
+    model = kvtool.attach(peaky_model("llama"))
+    cache = kvtool.build_cache(model, Policy(Mean()), 12)
+    prefill(model, cache, random_ids(30))
+    for token in random_ids(9, seed=2)[0]:
+        decode_step(model, cache, token[None])
+    assert seen == [[None], [None], [None, None], [None, None]]  # blocks by layer, then together
 
 
 # ---- what is refused
