@@ -34,6 +34,8 @@ def command(capsys):
 class Listening(Watcher):
     """Keeps the notes that it gets."""
 
+    listens = True
+
     def __init__(self):
         self.told = []
 

@@ -3,7 +3,6 @@
 import pytest
 
 import kvtool
-from kvtool.evaluation.run.store import Store
 from tests.models_for_tests import family_model
 
 POLICY = "a policy is a string or a kvtool policy, got `None`; h2o"
@@ -104,14 +103,3 @@ def test_build_cache():
         ("h2o", None, "needs a budget"),
     ]:
         refused(kvtool.build_cache, message, model=model, policy=policy, budget=budget)
-
-
-@pytest.mark.exhaustive
-def test_evaluate_into_a_folder_that_another_run_holds(monkeypatch, tmp_path):
-    monkeypatch.undo()
-    folder = tmp_path / "run"
-    settings = {"policies": "streaming", "budgets": 16, "lengths": [128], "samples": 1}
-    busy = pytest.raises(kvtool.UsageError, match="another run is writing")
-    with Store(folder).locked(), busy:
-        kvtool.evaluate(None, folder, tasks="niah", **settings)
-    assert kvtool.evaluate(None, folder, tasks="niah", **settings).complete

@@ -1,8 +1,5 @@
 """A plan from Python in one call: from a profile, a configuration, a model or its name."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,15 +69,6 @@ def test_a_plan_from_a_call_is_obeyed():
     assert len(set(plan.layers.tokens)) > 1
 
 
-def test_what_was_chosen_is_told_to_the_watcher(listening):
-    kvtool.plan(None, tokens=64, watcher=listening)
-    assert listening.told == [
-        "model: reference (bundled; choose another with --model)",
-        "dtype: float32, in which it would run here (change: --dtype)",
-        "context: 8192 tokens, the model's longest (change: --context)",
-    ]
-
-
 def test_mistakes_are_told_in_one_line():
     for settings, message in [
         ({}, "no target; "),
@@ -103,15 +91,3 @@ def test_mistakes_are_told_in_one_line():
         with pytest.raises(kvtool.UsageError, match=message) as error:
             kvtool.plan(**settings)
         assert "\n" not in str(error.value)
-
-
-def test_a_piped_profile_needs_no_torch():
-    Path("profile.json").write_text(kvtool.profile(**PROFILE).to_json())
-    program = (
-        "import sys, kvtool\n"
-        "plan = kvtool.plan('profile.json', ratio=0.2)\n"
-        "print(plan.layers.tokens, 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    tokens = kvtool.plan("profile.json", ratio=0.2).layers.tokens
-    assert done.stdout == f"{json.dumps(tokens)} False\n", done.stderr

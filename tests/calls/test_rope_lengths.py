@@ -1,7 +1,6 @@
 """Calls over a model whose RoPE depends on the length: each says how long its text gets."""
 
 import copy
-import json
 from dataclasses import replace
 
 import pytest
@@ -195,12 +194,6 @@ def test_output_errors_are_measured_past_the_length(long_rope):
     ids = torch.tensor([long_rope.tokenizer(TEXT)["input_ids"]])
     errors = output_error(model, kvtool.build_cache(model, "full"), ids, ids[:, :40], "end_to_end")
     assert max(errors) < 1e-6
-
-
-@pytest.mark.exhaustive
-def test_a_profile_decodes_past_the_length(long_rope):
-    found = kvtool.profile(long_rope, [TEXT], tokens=80, decode=40, samples=1)
-    assert json.loads(found.model_dump_json())["kind"] == "profile"
 
 
 def test_a_short_answer_has_short_factors(long_rope):

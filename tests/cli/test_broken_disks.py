@@ -33,17 +33,6 @@ def test_a_run_killed_in_its_first_write_is_begun_anew(kvtool, left, flags):
     assert not [name for name in names("run") if name.endswith(".part")]
 
 
-@pytest.mark.exhaustive
-def test_what_a_kill_left_half_written_is_swept(kvtool):
-    assert kvtool(*RUN, *ARM).code == 0
-    before = names("run")
-    for name in ("samples.json", "results.json", "recipe.lock.yaml", "report.html"):
-        Path("run", f".{name}.ab12cd34.part").write_text("{")
-    Path("run", "notes.part").write_text("mine")
-    assert kvtool(*RUN, *ARM).code == 0
-    assert names("run") == sorted([*before, "notes.part"])
-
-
 def test_a_folder_with_another_file_is_no_fresh_run(kvtool):
     Path("run").mkdir()
     for name in (".lock", HALF, ".thesis.txt.x3k9_abc.part"):

@@ -11,11 +11,6 @@ from kvtool.models import reference
 
 FACTS = "The secret code for falcon: 7429103. The old lamp was near the school."
 SAID = ["The secret code for falcon:", "The old lamp was near", "The secret code for falcon:"]
-CHAT = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
 SYSTEM = b'[{"role": "system", "content": "a"}, "b"]'
 
 
@@ -139,19 +134,6 @@ def test_each_turn_is_compared_with_the_full_cache(kvtool, turns):
         if part.first_divergence is not None
     ]
     assert tight.fidelity.first_divergence == places[0]
-
-
-def test_a_chat_template_goes_around_turns(kvtool, tmp_path, turns):
-    shutil.copytree(reference.path(), tmp_path / "chatty")
-    settings = tmp_path / "chatty" / "tokenizer_config.json"
-    config = json.loads(settings.read_text()) | {"chat_template": CHAT}
-    settings.write_text(json.dumps(config))
-    options = ["--turns", turns, "-n", "4", "-m", "chatty"]
-    framed = generate(kvtool, *options)
-    plain = generate(kvtool, *options, "--chat-template", "off")
-    assert framed.turns[0].prompt_tokens > plain.turns[0].prompt_tokens
-    assert plain.token_ids == generate(kvtool, "--turns", turns, "-n", "4").token_ids
-    assert framed.token_ids == generate(kvtool, *options, "--chat-template", "on").token_ids
 
 
 def test_dry_run_lists_the_turns_and_loads_nothing(kvtool, turns, monkeypatch):

@@ -159,10 +159,6 @@ def weights():
     )
 
 
-def test_weights_are_those_that_load(kvtool):
-    assert foretold(kvtool, "generate", "--prompt", PROMPT)["weights_bytes"] == weights()
-
-
 @pytest.fixture
 def llama(kvtool, tmp_path):
     """Llama 3.1 8B without its weights."""

@@ -1,12 +1,7 @@
 """`kvtool eval` as a user runs it: results, resuming, rescoring, gates, refusals."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +9,6 @@ import yaml
 
 import kvtool as library
 from kvtool.documents.results import ResultsDocument
-from kvtool.evaluation.run.store import Store
 
 QUICK = ("-t", "niah", "--lengths", "256", "--depths", "3")
 ARMS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
@@ -142,14 +136,6 @@ def test_bytes_are_those_of_the_tensors(finished):
 
 
 @pytest.mark.exhaustive
-def test_the_locked_recipe_repeats_the_run(kvtool):
-    first = evaluate(kvtool, *QUICK, *ARMS, "--query-agnostic", "-o", "first")
-    again = evaluate(kvtool, "first/recipe.lock.yaml", "-o", "second")
-    assert scores(first) == scores(again)
-    assert not any(result.query_aware for result in again.results)
-
-
-@pytest.mark.exhaustive
 def test_a_kept_question_is_told_everywhere(kvtool):
     flags = ("--query-agnostic", "--keep-question")
     first = evaluate(kvtool, *QUICK, "-p", "h2o", "-b", "32", *flags, "-o", "first")
@@ -204,47 +190,6 @@ def test_overwrite_starts_anew_in_a_run_only(kvtool):
         assert done.code == 2
         assert "error: folder `mine` holds other files, no run" in done.err
     assert Path("mine/thesis.txt").read_text() == "years of work"
-
-
-@pytest.mark.exhaustive
-def test_a_killed_run_goes_on_and_ends_as_an_unbroken_one(shipped_model, kvtool, tmp_path):
-    """Kill -9 at three moments; every sample ends up in the files exactly once."""
-    command = ["eval", *QUICK, "--samples", "2", *ARMS, "-q", "-f", "json", "--no-plots"]
-    unbroken = evaluate(kvtool, *command[1:-4], "-o", "unbroken")
-    program = [sys.executable, "-m", "kvtool.cli.main", *command, "-o", "broken"]
-    samples = tmp_path / "broken" / "samples"
-
-    def written() -> int:
-        return sum(len(path.read_bytes().splitlines()) for path in samples.rglob("*.jsonl"))
-
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    for wanted in (1, 10, 20):
-        process = subprocess.Popen(
-            program, cwd=tmp_path, stdout=subprocess.DEVNULL, env=environment
-        )
-        while written() < wanted:
-            assert process.poll() is None, "it ended before it was killed"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert 20 <= written() < 30
-    state = json.loads((tmp_path / "broken" / "results.json").read_text())
-    assert state["complete"] is False
-    last = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, env=environment)
-    assert (last.returncode, last.stderr) == (0, "")
-    results = ResultsDocument(**json.loads(last.stdout))
-    assert results.complete
-    assert scores(results) == scores(unbroken)
-    for path in samples.rglob("*.jsonl"):
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len({record["key"] for record in records}) == len(records) == 6
-        other = tmp_path / "unbroken" / path.relative_to(tmp_path / "broken")
-        theirs = [json.loads(line) for line in other.read_text().splitlines()]
-        for ours, their in zip(records, theirs, strict=True):
-            assert {k: v for k, v in ours.items() if k not in ("cost", "key", "configuration")} == {
-                k: v for k, v in their.items() if k not in ("cost", "key", "configuration")
-            }
-            assert ours["key"] == their["key"]
 
 
 def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
@@ -363,14 +308,6 @@ def test_a_failing_sample_is_recorded_and_the_rest_goes_on(kvtool):
     stopped = kvtool("eval", *run, "--stop-on-error")
     assert stopped.code == 1
     assert "error: niah, sample length=128/depth=50/0, streaming" in stopped.err
-
-
-@pytest.mark.usefixtures("run")
-def test_two_runs_in_one_folder_are_kept_apart(kvtool, tmp_path):
-    with Store(tmp_path / "run").locked():
-        done = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run")
-    assert done.code == 2
-    assert "error: another run is writing to `run`" in done.err
 
 
 @pytest.mark.usefixtures("run")
@@ -495,17 +432,6 @@ def test_a_missing_extra_is_told_before_the_model_loads(kvtool, monkeypatch):
     done = kvtool("eval", "-t", "niah", "-p", "h2o", "--plots")
     assert done.code == 2
     assert "pip install 'kvtool[plots]'" in done.err
-
-
-def test_data_without_the_needed_columns_names_them(kvtool):
-    Path("q.jsonl").write_text('{"context": "c", "question": "q"}\n')
-    done = kvtool(
-        "eval", "-t", "longbench/qasper", "--data", "longbench/qasper=q.jsonl", "-p", "h2o"
-    )
-    assert done.code in (1, 2)
-    assert "answers" in done.err
-    assert "context" in done.err
-    assert done.err.count("\n") <= 4
 
 
 @pytest.mark.exhaustive

@@ -25,15 +25,6 @@ def panels_of(text):
     return re.findall(r"^([A-Z][a-z ]+):$", text, re.MULTILINE)
 
 
-def test_the_root_help_cuts_no_sentence(kvtool, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = kvtool("--help").out
-    assert "..." not in shown.partition("Commands:")[2]
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
-    assert "Compress the cache of a prompt into a file, for `kvtool generate --cache`." in words
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_help_has_every_option_once_and_three_examples(kvtool, command):
     shown = kvtool(command, "--help").out
@@ -44,16 +35,6 @@ def test_a_help_has_every_option_once_and_three_examples(kvtool, command):
     panels = panels_of(shown)
     assert panels == [name for name in ("Arguments", *PANELS, "More", "Examples") if name in panels]
     assert shown.count("\n  kvtool ") == len(EXAMPLES[command]) == 3
-
-
-def test_the_usual_options_come_first(kvtool):
-    shown = kvtool("generate", "--help").out
-    assert panels_of(shown) == ["Arguments", *PANELS, "More", "Examples"]
-    options = re.findall(r"^  (?:-\w, )?(--[a-z-]+)", shown, re.MULTILINE)
-    assert options.index("--policy") == 4
-    assert options[5:9] == ["--budget", "--prefill", "--allocator", "--prompt"]
-    for name in ("KVTOOL_MODEL", "KVTOOL_DEVICE", "KVTOOL_DTYPE", "KVTOOL_POLICY", "KVTOOL_BUDGET"):
-        assert shown.count(name) == 2  # beside its option, and at the end
 
 
 def test_panels_hold_options_that_there_are():

@@ -105,12 +105,6 @@ def test_the_list_says_where_each_comes_from_and_warns_in_lines(package, kvtool)
     assert "tokens held after every step; from added-policies 1.2" in text
 
 
-def test_one_is_described_under_its_name(package, kvtool):
-    one = json.loads(kvtool("policies", "oldest", "-f", "json").out)
-    assert (one["name"], one["origin"]) == ("oldest", "added-policies 1.2")
-    assert "from" in kvtool("policies", "oldest").out
-
-
 def test_known_names_read_no_entry_points():
     """So that the start of a command stays as it is."""
     program = (

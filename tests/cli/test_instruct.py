@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import yaml
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
@@ -96,14 +95,6 @@ def test_a_file_and_a_question_are_compressed_and_go_on_together(kvtool, chat, t
     assert text == render(chat, ("user", f"{asked}\n{asked}")) + told(chat, document)
 
 
-def test_without_the_template_a_prompt_goes_in_as_it_stands(kvtool, chat):
-    document, said = generate(kvtool, "--prompt", BOOK, "--chat-template", "off")
-    text, record = saved(chat)
-    assert text == f"<bos>{BOOK}{told(chat, document)}"
-    assert "chat" not in record
-    assert "chat template" not in said
-
-
 def test_messages_are_fed_and_answers_that_are_given_are_kept(kvtool, chat):
     messages = [
         {"role": "system", "content": "Be brief."},
@@ -191,12 +182,6 @@ def test_a_file_that_records_nothing_is_gone_on_from_as_it_stands(kvtool, chat):
     text, record = saved(chat)
     assert text == f"<bos>{BOOK}[user]{ASKED}<eos>\n[assistant]{told(chat, document)}"
     assert record["chat"] == "answer"
-
-
-def test_a_dry_run_tells_what_goes_around(kvtool, chat):
-    options = ["-m", "chat", "--system", "Hm.", "--prompt", BOOK, "--dry-run"]
-    resolved = yaml.safe_load(kvtool("generate", *options).out)
-    assert (resolved["system"], resolved["chat_template"]) == ("Hm.", "auto")
 
 
 def test_a_system_message_has_no_place_behind_a_cached_text(kvtool, chat):

@@ -104,11 +104,6 @@ def test_a_killed_command_leaves_whole_files_and_ends_as_an_unbroken_one(run, tm
         assert contents(folder) == whole
 
 
-@pytest.mark.exhaustive
-def test_ten_kills_are_drawn():
-    assert sum(COMMANDS.values()) == 10
-
-
 SAVES = {  # the file whose tensors are being written when the command is killed
     "generate -p h2o -b 16 -n 6 --save a.st -o a.json": "a.st",
     "compress -p snapkv -b 40 --save b.st -o b.json": "b.st",

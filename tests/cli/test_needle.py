@@ -19,23 +19,12 @@ from kvtool.models.chat import make_frame
 from kvtool.models.load import load
 from kvtool.sizes import bytes_in_words
 from kvtool.watcher import Listener, Watcher
+from tests.calls.conftest import Listening
 from tests.chat_templates import VICUNA
 
 JUDGED = r"^(correct|wrong, the code is \d+|cut off, the code is \d+); \S+ \S+ held$"
 OTHER = r'^(full cache|streaming, same budget): "(.*)" is (correct|wrong|cut off); (\S+ \S+) held$'
 LOOK = "see which tokens were kept: add --show kept.html"
-
-
-class Notes(Watcher):
-    """Collects the notes that it gets."""
-
-    listens = True
-
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
 
 
 def _prepared(watcher, **settings):
@@ -208,10 +197,10 @@ def test_long_answers_are_not_made_three_times(kvtool, monkeypatch):
 
 
 def test_an_answer_that_somebody_ends_is_not_judged():
-    told = Notes()
+    told = Listening()
     run = _prepared(told, policy="h2o", budget="64")
     run.run(told, Listener(stop_when=lambda: True)).finish(told)
-    assert not any("held" in line for line in told.lines)
+    assert not any("held" in line for line in told.told)
 
 
 def test_python_calls_make_one_answer(monkeypatch):
@@ -221,13 +210,5 @@ def test_python_calls_make_one_answer(monkeypatch):
     )
     kvtool.generate(policy="h2o", budget=64)
     assert made == []
-    kvtool.generate(policy="h2o", budget=64, watcher=Notes())
+    kvtool.generate(policy="h2o", budget=64, watcher=Listening())
     assert len(made) == 1
-
-
-def test_what_it_says_to_add_shows_what_was_kept(kvtool, tmp_path):
-    done = kvtool("generate", "--policy", "h2o+caote", *LOOK.partition(": add ")[2].split())
-    assert done.code == 0
-    assert "<html" in (tmp_path / "kept.html").read_text()[:200]
-    assert len(judged(done.err)[1]) == 2
-    assert LOOK not in done.err

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from tests.cli.test_startup import ended
 from tests.models_for_tests import FAMILIES
 from tests.planning.documents import F, of_heads, profile
 
-KVTOOL = str(Path(sys.executable).with_name("kvtool"))
 PROFILE = profile(f_variance=F).to_yaml()
 ERRORS = [[0.5, 0.2, 0.1], [0.4, 0.3, 0.2], [0.1, 0.05, 0.01], [0.9, 0.8, 0.1]]
 
@@ -383,32 +381,10 @@ def test_text_and_pictures(kvtool):
     assert Path("plan.txt").read_text() == done.out
 
 
-@pytest.mark.exhaustive
-def test_a_terminal_shows_a_table_with_bars(on_terminal):
-    text = on_terminal(KVTOOL, "plan-budget", "profile.yaml", "--ratio", "20%", columns=100)
-    assert "20% of a full cache" in text
-    assert "████" in text
-
-
-def test_a_terminal_shows_what_a_file_gets_as_yaml(kvtool, at_terminal):
-    plan = ("plan-budget", "profile.yaml", "--ratio", "20%", "-q")
-    assert at_terminal(*plan).out == kvtool(*plan, "-f", "text").out
-    assert at_terminal(*plan, "-f", "yaml").out == kvtool(*plan).out
-    assert at_terminal(*plan, "-o", "here").out == ""
-    assert Path("here").read_text() == kvtool(*plan).out
-    assert "\n  tokens: [" in kvtool(*plan).out
-
-
 def test_a_piped_profile_needs_no_torch():
     command = ("plan-budget", "-", "--ratio", "20%", "-q", "-o", "plan.yaml")
     assert ended(command, input=PROFILE) == [[0, ["pydantic"], []]]
     assert Path("plan.yaml").is_file()
-
-
-def test_nothing_from_a_pipe_is_a_failed_stage(kvtool):
-    done = kvtool("plan-budget", "-", "--ratio", "20%")
-    assert (done.code, done.out) == (2, "")
-    assert done.err == "error: stdin is empty (did the previous command fail?)\n"
 
 
 @pytest.mark.parametrize("family", ["gemma3", "deepseek_v3"])
@@ -493,25 +469,6 @@ def test_a_codec_plans_more_tokens(kvtool):
     plain = planned(kvtool, *asked, "-p", "h2o")
     assert sum(plain["layers"]["tokens"]) + 4 == size // (2 * (2 * 64 + 8))
     assert coded["model"] == plain["model"]
-
-
-def test_an_allocator_without_its_profile_is_refused(kvtool):
-    done = kvtool("plan-budget", "-m", "model", "-b", "99", "--allocator", "d2o")
-    assert done.code == 2
-    assert "error: allocator `d2o` needs a profile with `f_variance`" in done.err
-    assert "hint: kvtool profile --metrics f_variance | kvtool plan-budget - .." in done.err
-
-
-def test_what_is_no_profile_is_refused_with_its_place(kvtool):
-    Path("plan.yaml").write_text(kvtool("plan-budget", "profile.yaml", "-b", "9").out)
-    done = kvtool("plan-budget", "plan.yaml", "-b", "9")
-    assert done.code == 2
-    assert "plan.yaml:1:7: kind: kvtool plan-budget takes kind `profile`, got `plan`" in done.err
-    broken = PROFILE.replace("layers: 4", "layers: four")
-    done = kvtool("plan-budget", "-", "-b", "9", stdin=broken.encode())
-    assert done.code == 2
-    assert "<stdin>:" in done.err
-    assert "model.layers: must be a whole number, got `four`" in done.err
 
 
 def test_a_model_beside_its_own_profile_is_accepted(kvtool):

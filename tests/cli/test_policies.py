@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import fields
 
 import pytest
@@ -76,32 +75,6 @@ def test_the_table_fits_and_holds_every_fact(kvtool, at_terminal, columns):
     assert ("my_package.my_module:MyScore" in done.err) == bool(columns)
 
 
-def test_what_a_modifier_goes_on_can_be_worked_out_from_its_row(kvtool):
-    table = kvtool("policies").out
-    everything = set(words(table.split("all that evict: ")[-1].split("One in full")[0]).split())
-    assert "full" not in everything, "it evicts nothing, though codecs go on it"
-    for name in MODIFIERS:
-        told = cell(table, f"+{name}", "goes on")
-        found = re.fullmatch(r"(all that evict)?(?: but ([^,]+))?(?:, and (.+))?|(.+)", told)
-        taken = set((found[4] or "").split())
-        if found[1]:
-            taken = (everything - set((found[2] or "").split())) | set((found[3] or "").split())
-        assert taken == set(ENTRIES[name].goes_on), name
-
-
-@pytest.mark.parametrize("columns", [40, 99])
-def test_a_narrow_terminal_wraps(at_terminal, columns):
-    text = at_terminal("policies", columns=columns).out
-    assert max(map(len, text.splitlines())) <= columns
-    whole = words(text)
-    for name, entry in ENTRIES.items():
-        sign = "" if entry.kind == "base" else "+"
-        assert words(f"{sign}{name} - {entry.summary}") in whole
-        for parameter, value in entry.parameters.items():
-            if not isinstance(value, bool):
-                assert f"{parameter}={value}" in whole
-
-
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_in_full(kvtool, name):
@@ -171,11 +144,3 @@ def test_a_name_that_is_none(kvtool, name, told):
     assert len(lines) == len(told)
     assert lines[0].startswith(f"error: {told[0]}")
     assert lines[1:] == [f"hint: {hint}" for hint in told[1:]]
-
-
-@pytest.mark.exhaustive
-def test_on_a_real_terminal(on_terminal):
-    shown = on_terminal(sys.executable, "-m", "kvtool", "policies", columns=100)
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown).replace("\r", "")
-    assert max(map(len, plain.splitlines())) <= 100
-    assert cell(plain, "h2o", "parameters") == "recent=budget/2, positions=text"

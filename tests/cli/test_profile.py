@@ -93,12 +93,6 @@ def test_losses_of_heads_are_written_beside_those_of_layers(kvtool, tmp_path):
     assert "it adds up layers" in done.err or "beyond noise" in done.err
 
 
-def test_default_budgets_are_shares_of_the_text(kvtool):
-    document = profile(kvtool, *QUICK, "--metrics", "output_error")
-    assert document.metrics.output_error.policy == "h2o"
-    assert document.metrics.output_error.budgets == [6, 12, 25, 50]
-
-
 def test_memory_needs_a_configuration_and_nothing_else(kvtool, tmp_path):
     (tmp_path / "bare").mkdir()
     shutil.copy(reference.path() / "config.json", tmp_path / "bare")
@@ -120,15 +114,6 @@ def test_texts_of_a_file_are_cut_into_pieces(kvtool, tmp_path):
     done = kvtool("profile", *arguments, "--samples", "50")
     assert done.code == 0
     assert "note: texts.jsonl has only" in done.err
-
-
-def test_a_table_for_people(kvtool):
-    done = kvtool("profile", "-q", *QUICK, "--metrics", "entropy,memory", "-f", "text")
-    assert done.code == 0
-    line = next(line for line in done.out.splitlines() if "column-sum entropy" in line)
-    assert "█" in line
-    assert "longest context that fits" in done.out
-    assert "2 texts of 100 tokens from builtin" in done.out
 
 
 @pytest.mark.parametrize("more", [(), ("-o", "-")])

@@ -93,18 +93,6 @@ def test_the_terminal_is_stderr(kvtool, monkeypatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("plain", [True, False])
-def test_colours_are_for_terminals_that_want_them(on_terminal, monkeypatch, plain):
-    if plain:
-        monkeypatch.setenv("NO_COLOR", "1")
-    command = (sys.executable, "-m", "kvtool", "generate", "-p", "h2o", "-b", "32", *PROMPT)
-    shown = on_terminal(*command, "--show", "-", columns=100, notes=True)
-    assert ("[..]: at least half" in shown) == plain
-    assert "of the layers and heads keep it" in shown.replace("\r\n", " ")
-    assert ("\x1b[" in shown) == (not plain)
-
-
-@pytest.mark.exhaustive
 def test_text_cannot_steer_the_terminal(on_terminal):
     prompt = ("--prompt", "The old lamp \x1b]0;title\x07 was near. " * 4, "-n", "2")
     command = (sys.executable, "-m", "kvtool", "generate", "-p", "h2o", "-b", "16", *prompt)

@@ -66,11 +66,6 @@ def test_a_key_such_as_on_is_text():
     assert Source.parse("'<<': 1\n'3': 2\n", "a.yaml").data == {"<<": 1, "3": 2}
 
 
-def test_json_is_read_by_the_rules_of_json():
-    text = '\n\t{"a" : 1e-05,\r\n\t"b"\n: ["\\ud83d\\ude00", -0.5E2, {}, [] ], "\\n": null }\n'
-    assert Source.parse(text, "a.json").data == json.loads(text)
-
-
 DATA = st.recursive(
     st.none()
     | st.booleans()
@@ -476,10 +471,3 @@ def test_keys_that_hold_line_ends_are_told_in_one_line():
     error = mistakes_of('{"a\\r\\nb\\u2028c": {"d\\ne": 1}}')
     assert error.report().splitlines()[0] == "a:1:2: a b c: unknown key `a b c`"
     assert len(error.report().splitlines()) == 3
-
-
-def test_reading_documents_does_not_import_torch():
-    import subprocess
-
-    code = "import sys, kvtool.documents.recipe_source; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

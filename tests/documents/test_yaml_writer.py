@@ -1,15 +1,8 @@
 """YAML as people read it: numbers in lines, with their units; our reader gives back what was."""
 
-import inspect
-import re
-from typing import Annotated
-
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.documents import generation, plan, profile
-from kvtool.documents.document import Document, Section, Unit
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
 from kvtool.documents.yaml_writer import dump_yaml
@@ -80,41 +73,6 @@ def test_what_is_written_with_units_reads_back(tokens, name, grid):
     assert read(dump_yaml(data, UNITS)) == data
 
 
-class Inner(Section):
-    """A part with a unit."""
-
-    tokens: Annotated[list[int] | None, Unit("per layer")] = None
-
-
-class Outer(Document):
-    """A document with a part that may be missing."""
-
-    kind: str = "outer"
-    inner: Inner | None = None
-
-
-NUMBERS = re.compile(r"list\[(typing\.Annotated\[|typing\.Optional\[|list\[)*(int|float)")
-OF_NOTHING = {
-    "GenerationDocument.token_ids",
-    "TurnSection.token_ids",
-    "ExportDocument.virtual_ids",
-}
-
-
-@pytest.mark.parametrize("module", [plan, profile, generation], ids=lambda each: each.__name__)
-def test_every_list_of_numbers_says_its_unit(module):
-    sections = [each for each in vars(module).values() if inspect.isclass(each)]
-    sections = [each for each in sections if each.__module__ == module.__name__]
-    units = {
-        f"{each.__name__}.{name}": [mark for mark in field.metadata if isinstance(mark, Unit)]
-        for each in sections
-        for name, field in getattr(each, "model_fields", {}).items()
-        if NUMBERS.search(str(field.annotation))
-    }
-    assert len(units) >= 2
-    assert {name for name, found in units.items() if len(found) != 1} <= OF_NOTHING
-
-
 def test_a_plan_of_many_layers_reads_back():
     few = read_plan(PLAN).to_data()
     kinds = ["full_attention"] * 125 + ["sliding_attention"]
@@ -127,8 +85,3 @@ def test_a_plan_of_many_layers_reads_back():
     assert max(map(len, text.splitlines())) <= 100
     assert read_plan(text) == many
     assert read_plan(PLAN).to_yaml().count("tokens: [250, 63, 150]  # per layer and KV head\n") == 1
-
-
-def test_parts_that_are_missing_have_no_unit():
-    assert Outer().to_yaml() == "kind: outer\nschema_version: 1\n"
-    assert Outer(inner=Inner()).to_yaml().endswith("\ninner:\n  tokens: null  # per layer\n")
