@@ -106,3 +106,14 @@ def test_weights_that_differ_are_another_model(loaded):
     next(tuned.model.parameters()).mul_(2)
     with pytest.raises(kvtool.UsageError, match="is that of another model"):
         kvtool.generate(tuned, QUESTIONS[0], cache=cache)
+
+
+def test_a_cache_says_what_it_holds(command):
+    cache = kvtool.compress(None, TEXT, "h2o", 48)
+    told = kvtool.generate(None, TEXT, "h2o", 48, max_new_tokens=1).cache.in_words()
+    assert str(cache) == told
+    assert told.startswith("kept 48 of ")
+    assert repr(cache) == f"<KVCache h2o, budget 48: {told}>"
+    assert told in cache._repr_html_()
+    loaded = load()
+    assert str(kvtool.build_cache(loaded.model, "full")).startswith("kept 0 of 0 tokens")

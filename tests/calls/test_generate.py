@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import kvtool
 from kvtool.documents.plan import PlanDocument
@@ -132,6 +133,15 @@ def test_calls_go_on_inside_a_block_that_compresses_others(loaded):
         again = loaded.model.generate(ids, max_new_tokens=4, do_sample=False)
     assert timeless(inside) == timeless(alone)
     assert torch.equal(plain, again)
+
+
+def test_a_saved_cache_is_that_of_the_command(command):
+    flags = ["-p", "h2o+caote", "-b", "32", "--prompt", TEXT, *N]
+    command("generate", *flags, "--save", "command.safetensors")
+    kvtool.generate(None, TEXT, "h2o+caote", 32, save="call.safetensors", **SHORT)
+    call, command_ = load_file("call.safetensors"), load_file("command.safetensors")
+    assert call.keys() == command_.keys() != set()
+    assert all(torch.equal(call[name], command_[name]) for name in call)
 
 
 def test_a_policy_that_no_string_spells_stays_what_it_is(loaded):

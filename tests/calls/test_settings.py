@@ -1,16 +1,106 @@
-"""Settings: in the files of a run, and as keywords of the calls that editors are shown."""
+"""A setting is declared once: its flag, its keyword, its key in a recipe and in files follow."""
 
 import ast
 import inspect
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 
 import kvtool
+from kvtool.calls.from_python import keywords_of
+from kvtool.calls.output_settings import OutputSettings
+from kvtool.cli.options import OneOfEach, command
+from kvtool.documents.document import Section
+from kvtool.documents.recipe import Evaluation, Recipe
+from kvtool.documents.recipe_source import apply_sets
+from kvtool.documents.resolve import flags_of
 from kvtool.documents.results import ProtocolEntry
-from kvtool.documents.settings import Protocol
+from kvtool.documents.settings import Asking, Flag, Protocol, as_entry, as_flags
+from kvtool.documents.source import Source
+from kvtool.documents.tree import DocumentError
 
 PACKAGE = Path(kvtool.__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class More(Asking):
+    """The protocol with one declaration more, which is all that a new flag takes."""
+
+    top_k: Annotated[
+        int | None, Flag("--top-k", metavar="N", min=1, help="Draw from N tokens.", later=True)
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreProtocol(Protocol, More):
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoreSettings(as_flags(More, under="eval"), OutputSettings):
+    pass
+
+
+def parse(*arguments):
+    """Settings that a command with the new flag is run with."""
+    found = []
+
+    def run(options: MoreSettings, terminal) -> None:
+        found.append(options)
+
+    run.__annotations__ = {"options": MoreSettings}
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command("run", cls=OneOfEach)(command(run))
+    typer.main.get_command(app)(list(arguments), standalone_mode=False)
+    return found[0] if found else None
+
+
+def test_a_protocol_flag_that_is_declared_is_an_option_and_a_keyword(capsys):
+    assert parse("--top-k", "3").top_k == 3
+    assert parse().top_k is None
+    assert "top_k" in keywords_of(MoreSettings)
+    parse("--help")
+    shown = capsys.readouterr().out
+    assert re.search(r"--top-k N .*Draw from N tokens\.", shown)
+    with pytest.raises(typer.TyperException):
+        parse("--top-k", "0")
+
+
+def test_a_protocol_flag_that_is_declared_is_laid_over_a_recipe():
+    class MoreEvaluation(Evaluation, More):
+        pass
+
+    class MoreRecipe(Recipe):
+        eval: MoreEvaluation
+
+    [(origin, values)] = flags_of(parse("--top-k", "3")).values
+    assert (origin, values) == ("--top-k 3", {"eval": {"top_k": 3}})
+    recipe = Source.parse("kind: recipe\nschema_version: 1\neval: {top_k: 3}\n", "r.yaml")
+    assert recipe.validate(MoreRecipe).eval.top_k == 3
+    changed = apply_sets(recipe, ["eval.top_k=5"])
+    assert changed.validate(MoreRecipe).eval.top_k == 5
+    assert "top_k: 5" in changed.validate(MoreRecipe).to_yaml()
+    with pytest.raises(DocumentError, match="top_k"):
+        recipe.validate(Recipe)
+    with pytest.raises(DocumentError, match="top_k"):
+        apply_sets(recipe, ["eval.top_k=many"]).validate(MoreRecipe)
+
+
+def test_a_protocol_flag_that_is_declared_is_in_the_files_of_a_run():
+    class MoreEntry(Section, as_entry(MoreProtocol)):
+        pass
+
+    assert MoreProtocol().identity() == Protocol().identity()
+    assert MoreProtocol(top_k=3).identity()["top_k"] == 3
+    earlier = ProtocolEntry(**vars(Protocol())).model_dump()
+    assert MoreEntry(**earlier).top_k is None
+    dumped = MoreEntry(**vars(MoreProtocol(top_k=3))).model_dump()
+    assert list(dumped) == [*earlier, "top_k"]
+    assert dumped["top_k"] == 3
 
 
 def test_a_file_of_a_run_must_hold_the_protocol_of_the_first_version():
@@ -22,6 +112,13 @@ def test_a_file_of_a_run_must_hold_the_protocol_of_the_first_version():
         else:
             with pytest.raises(ValueError, match="Field required"):
                 ProtocolEntry(**less)
+
+
+def test_few_files_name_a_setting():
+    texts = {path: path.read_text() for path in PACKAGE.rglob("*.py*") if path.suffix != ".pyc"}
+    for name in ("keep_question", "chat_template", "trust_remote_code"):
+        naming = [path for path, text in texts.items() if re.search(rf"\b{name}\b", text)]
+        assert 2 <= len(naming) <= 5, naming
 
 
 def stub(name):

@@ -1,7 +1,11 @@
 """`kvtool generate --prompts`: the answers that prompts get alone, each once."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -96,6 +100,25 @@ def test_wherever_a_run_ends_no_answer_is_lost_or_doubled(kvtool, prompts, tmp_p
         assert path.read_bytes() == whole
 
 
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="kills with a signal of POSIX")
+def test_a_killed_run_goes_on(shipped_model, kvtool, prompts, tmp_path):
+    with (tmp_path / prompts).open("a") as file:
+        file.writelines(json.dumps(f"{FACTS}{i} The old") + "\n" for i in range(16))
+    path = tmp_path / "answers.jsonl"
+    arguments = ["generate", "--prompts", prompts, *ARGUMENTS, "--memory", "120KiB", "-o"]
+    assert kvtool(*arguments, "unbroken.jsonl").code == 0
+    command = [sys.executable, "-m", "kvtool", *arguments, "answers.jsonl", "-q"]
+    with subprocess.Popen(command, cwd=tmp_path) as process:
+        while process.poll() is None and (not path.exists() or path.stat().st_size < 800):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert 0 < len(path.read_bytes().splitlines()) < len(PROMPTS) + 16
+    assert kvtool(*arguments, "answers.jsonl").code == 0
+    assert path.read_bytes() == (tmp_path / "unbroken.jsonl").read_bytes()
+
+
 def test_policies_whose_rows_cannot_join_run_one_by_one_and_it_is_said(kvtool, prompts):
     done = kvtool("generate", "--prompts", prompts, "-p", "quest", "-b", "24", "-n", "2")
     assert done.code == 0
@@ -151,6 +174,27 @@ def test_ctrl_c_keeps_what_has_ended_and_a_further_run_goes_on(
     assert done.code == 0
     assert "1 of 4 prompts are answered already" in done.err
     assert read(tmp_path / "answers.jsonl") == read(tmp_path / "unbroken.jsonl")
+
+
+def test_a_bad_line_is_refused_with_its_number_before_the_work(
+    kvtool, prompts, tmp_path, monkeypatch
+):
+    with (tmp_path / prompts).open("a") as file:
+        file.write('{"prompt": "a", "max_tokens": 3}\n')
+
+    def load(*arguments, **settings):
+        raise AssertionError("the model is loaded")
+
+    monkeypatch.setattr("kvtool.models.attached.load", load)
+    done = kvtool("generate", "--prompts", prompts, *ARGUMENTS, "-o", "answers.jsonl")
+    assert done.code == 2
+    assert "prompts.jsonl:5" in done.err
+    assert "max_tokens" in done.err
+    assert not (tmp_path / "answers.jsonl").exists()
+    (tmp_path / "none.jsonl").write_text("")
+    none = kvtool("generate", "--prompts", "none.jsonl")
+    assert none.code == 2
+    assert "`none.jsonl` holds no prompt" in none.err
 
 
 def test_a_prompt_too_short_for_its_share_is_told_by_its_place(kvtool, prompts):
