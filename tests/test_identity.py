@@ -36,3 +36,4 @@ def test_settings_inside_settings_count():
     plain, other = {"rope": {"theta": 1.0, "dtype": "a"}}, {"rope": {"theta": 2.0, "dtype": "a"}}
     assert config_hash(plain) != config_hash(other)
     assert config_hash(plain) == config_hash({"rope": {"dtype": "b", "theta": 1.0}})
+    assert config_hash({"a": 1, "b": 2}) == config_hash({"b": 2, "a": 1})

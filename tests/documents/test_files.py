@@ -36,7 +36,9 @@ def test_readers_never_see_a_part(tmp_path):
         temporary.write_text("new")
         assert path.read_text() == "old"
 
-    write_with(path, look)
+    with path.open() as begun:
+        write_with(path, look)
+        assert begun.read() == "old"  # another file has taken its place
     assert path.read_text() == "new"
 
 

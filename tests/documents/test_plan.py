@@ -87,6 +87,7 @@ MISTAKES = {  # what is changed: into what, where it is reported, what is said
     "a layer below the least": ("[250,", "[7,", "1:1", "`layers.tokens.0` is 7, below"),
     "a share above the prompt": ("0.25,", "1.25,", "18:15: layers.fractions.0", "at most 1"),
     "half a token": ("[250,", "[250.5,", "17:12: layers.tokens.0", "whole number"),
+    "other totals": ("tokens: 463", "tokens: 464", "17:11: layers.tokens", "are 463 together"),
     "no layers": ("layers: 3", "layers: 0", "6:11: model.layers", "above 0"),
 }
 

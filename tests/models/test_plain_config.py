@@ -86,3 +86,10 @@ def test_published_configurations_are_plain(data, tmp_path):
 )
 def test_what_is_not_plain_is_left_to_transformers(change, tmp_path):
     assert plain_config(written("llama", tmp_path) | change) is None
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_a_window_that_is_in_use_is_left_to_transformers(family, tmp_path):
+    data = written(family, tmp_path) | {"layer_types": None}
+    assert plain_config(data | {"use_sliding_window": False}) is not None
+    assert plain_config(data | {"use_sliding_window": True, "sliding_window": 16}) is None

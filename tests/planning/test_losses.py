@@ -44,6 +44,8 @@ def test_a_loss_between_two_points_is_on_their_line():
     losses = packaged()
     at = losses.at("keydiff", (256 + 512) / 2 / PROMPT)
     assert (at.known, at.later) == pytest.approx((0.14, 0.20))
+    at = losses.at("keydiff", (3 * 256 + 512) / 4 / PROMPT)  # nearer to the first
+    assert (at.known, at.later) == pytest.approx((0.16, 0.225))
     at = losses.at("keydiff", 256 / PROMPT)
     assert (at.known, at.later) == pytest.approx((0.18, 0.25))
     assert losses.at("keydiff", 1.0) == Loss(0.0, 0.0)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvtool.documents.settings import Protocol
+from kvtool.evaluation.bench import scored
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.models.load import load
@@ -64,13 +65,24 @@ def measure(loaded, samples, policy, budget=128, **protocol):
 @pytest.mark.parametrize(("policy", "known"), marked(2, BLOCKS) + marked(1, STEPS))
 def test_the_right_answer_is_the_one_that_decoding_begins_with(loaded, samples, policy, known):
     decoded, _ = measure(loaded, samples, policy, query_aware=known)
-    scored, _ = measure(loaded, samples, policy, query_aware=known, answers="scored")
-    for one, other in zip(decoded, scored, strict=True):
+    judged, _ = measure(loaded, samples, policy, query_aware=known, answers="scored")
+    for one, other in zip(decoded, judged, strict=True):
         ((said,), (found,)) = one["turns"], other["turns"]
         begins = said["prediction"].strip().startswith(said["references"][0])
         assert other["scores"]["em"] == begins
         assert said["prediction"].startswith(found["prediction"])
         assert (found["right_tokens"] == found["new_tokens"]) == begins
+
+
+def test_right_tokens_end_at_the_first_wrong_one(loaded, samples, monkeypatch):
+    def all_but_the_third(model, cache, ids, **how):
+        likeliest = ids.cpu().clone()
+        likeliest[0, 2] += 1
+        return torch.zeros(1, ids.shape[1]), likeliest
+
+    monkeypatch.setattr(scored, "token_scores", all_but_the_third)
+    records, _ = measure(loaded, samples, "full", answers="scored")
+    assert {record["turns"][0]["right_tokens"] for record in records} == {2}
 
 
 def test_the_likelihood_is_that_of_the_plain_model(loaded, samples):

@@ -147,6 +147,9 @@ def test_a_gain_within_one_standard_error_keeps_budgets_equal():
     assert Optimal().split(sure).tokens == [10, 30]
     doubtful = by_sample([[0.0, 0.0], [4.0, 2.0]], [[3.0, 0.1], [0.0, 0.0]])
     assert Optimal().split(doubtful).tokens == [20, 20]
+    barely = by_sample([[0.0, 0.0], [4.0, 2.0]], [[0.9, 0.0], [0.0, 0.0]])  # gains of 1 and -0.9
+    assert best_split(barely) == [10, 30]
+    assert Optimal().split(barely).tokens == [20, 20]
 
 
 def test_the_forecast_worked_by_hand():

@@ -60,6 +60,7 @@ def test_sizes_follow_from_the_budget():
     assert Quest().sized(StepBudget(256, 131072, 128)) == Quest(page=1024, k=128)
     assert Quest().sized(StepBudget(512, 32768, 128)) == Quest(page=128, k=256)
     assert Quest().sized(StepBudget(512, 100, 128)) == Quest(page=1, k=256)
+    assert Quest().sized(StepBudget(512, 1000, 128)) == Quest(page=4, k=256)  # rounded up
     assert Quest(page=16).sized(StepBudget(512, 32768, 128)) == Quest(page=16, k=256)
 
 
