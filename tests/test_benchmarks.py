@@ -201,6 +201,7 @@ def test_the_list_tells_what_every_benchmark_answers_and_how_long_it_takes(capsy
         "headline",
         "llama_cpp",
         "gpu",
+        "vllm",
     }
     assert all_of_them.main([]) == 0
     told = capsys.readouterr().out

