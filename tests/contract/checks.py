@@ -247,14 +247,18 @@ def same_files(path: Path, other: Path) -> None:
     for each in labels:
         del each["sha256"]
     assert labels[0] == labels[1]
-    mine, theirs = load_file(path), load_file(other)
-    assert mine.keys() == theirs.keys()
-    for name, tensor in mine.items():
-        found = theirs[name]
-        positions = mine.get(".".join(name.split(".")[:2]) + ".positions")
-        if positions is not None and tensor.shape[:3] == positions.shape == found.shape[:3]:
-            tensor, found = tensor[positions >= 0], found[positions >= 0]
-        torch.testing.assert_close(found, tensor, rtol=0, atol=0, equal_nan=True, msg=name)
+    same_numbers(load_file(other), load_file(path))
+
+
+def same_numbers(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Equal tensors of files, whatever empty slots hold."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        ours = found[name]
+        positions = expected.get(".".join(name.split(".")[:2]) + ".positions")
+        if positions is not None and tensor.shape[:3] == positions.shape == ours.shape[:3]:
+            tensor, ours = tensor[positions >= 0], ours[positions >= 0]
+        torch.testing.assert_close(ours, tensor, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
 @check
@@ -269,6 +273,25 @@ def a_loaded_cache_is_saved_as_the_same_file(case: Case) -> None:
             kvtool.save_cache(cache, path)
             kvtool.save_cache(kvtool.load_cache(path, attached()), again)
             same_files(again, path)
+
+
+@check
+def a_reordered_cache_is_saved_as_the_entries_that_were_taken(case: Case) -> None:
+    ids, mask, _ = padded()
+    order = torch.tensor([2, 0, 0])
+    cache = new_cache(case)
+    feed(cache, ids, mask), steps(cache, random_ids(NEW, seed=9, batch=3))
+    with TemporaryDirectory() as folder:
+        paths = [Path(folder) / f"{name}.safetensors" for name in ("before", "after")]
+        kvtool.save_cache(cache, paths[0])
+        cache.reorder_cache(order)
+        kvtool.save_cache(cache, paths[1])
+        before, after = map(load_file, paths)
+    for name, tensor in before.items():
+        if tensor.dim() and len(tensor) == len(order):
+            width = after[name].shape[2] if tensor.dim() > 2 else None  # the longest entry may go
+            before[name] = tensor[order][:, :, :width] if width else tensor[order]
+    same_numbers(after, before)
 
 
 @check

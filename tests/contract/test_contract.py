@@ -16,6 +16,7 @@ OF_MODIFIERS = (
     *OF_PAIRS,
     "a_saved_cache_goes_on_like_the_unbroken_one",
     "a_rollback_leaves_no_trace",
+    "a_reordered_cache_is_saved_as_the_entries_that_were_taken",
     "a_text_that_fits_the_budget_is_left_alone",
     "the_budget_is_held",
 )

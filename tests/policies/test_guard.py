@@ -121,6 +121,11 @@ def raises(self, state, view, rows):
 
 
 HOOKS = {
+    "infinite": (
+        "importance",
+        lambda self, state, view, rows: state["attention_sum"] - float("inf"),
+        "returns -inf for a token that is stored",
+    ),
     "not a number": (
         "importance",
         lambda self, state, view, rows: state["attention_sum"] * float("nan"),
