@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PROMPT, NEW, TURN, SHORT = 48, 7, 11, 9  # tokens; the shortest entry of a batch fits
 BLOCK = "block:16"
 LAYERS, KV_HEADS, DIM, WORDS, SINK = 2, 2, 32, 96, 1
-LENGTHS = (PROMPT, 31, SHORT)
+LENGTHS = (PROMPT, 29, SHORT)
 LEAST = 20  # budget of the checks, unless the policy needs more
 MOST = 4096  # budgets that are tried
 MOST_READ = 2 * PROMPT  # tokens that no check reads

@@ -69,7 +69,7 @@ def by_longest_entry(self, state, view, rows):
         (
             "an entry of a padded batch is the entry alone",
             broken("importance", by_longest_entry),
-            "entry 1 of 31 tokens: layer 0 keeps the tokens",
+            "entry 1 of 29 tokens: layer 0 keeps the tokens",
         ),
         ("an entry of a padded batch is the entry alone", Leaky, "entry 0 of 48 tokens"),
         (
