@@ -87,7 +87,7 @@ def test_kept_positions_and_logits_equal_the_oracle(model, share, base, modifier
         20,
         "full",
         prompt(61),
-        new=6,
+        new=20,
     )
     counts = {len(head) for heads in trace.kept[0].values() for head in heads}
     assert len(counts) > 1, "the heads of this model keep alike, so nothing was tried"

@@ -105,6 +105,7 @@ def test_in_a_chat_the_answer_begins_as_it_does_in_benchmarks():
     [
         (" 72829.", "correct"),
         (" 7 2829", "wrong, the code is 72829"),
+        (" 728291", "wrong, the code is 72829"),
         (" 728", "cut off, the code is 72829"),
         ("", "cut off, the code is 72829"),
         (" 729", "wrong, the code is 72829"),
