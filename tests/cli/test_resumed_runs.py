@@ -85,11 +85,12 @@ def test_an_edited_policy_begins_a_new_folder_where_none_is_named(kvtool, module
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
+        (("--dtype", "bfloat16"), "is another model's"),
         (("--query-agnostic",), "under other settings"),
         (("--seed", "1"), "is one to another prompt"),
     ],
 )
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_other_settings_in_a_named_folder_are_refused(kvtool, changes, told):
     run = ("eval", *RUN, "-p", "h2o", "-b", "32", "-o", "run")
     assert kvtool(*run).code == 0
