@@ -1,7 +1,7 @@
 """Declare once what several scores share.
 
-Some scores let the last queries of a prompt vote, others always keep the first and the newest
-tokens.
+Some scores let the last queries of a prompt vote, some sum what each token receives, others always
+keep the first and the newest tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 from kvtool.errors import UsageError
 from kvtool.maths.votes import pool_votes
 from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
-from kvtool.policies.numbers import Count, State, minimum
-from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.numbers import Count, State, half, minimum
+from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.spelling import computed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,6 +61,35 @@ class Voting(Score):
 
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"window": self.window}
+
+
+@dataclass(frozen=True)
+class Summing(Score):
+    """Keep the tokens with the largest sum of their one statistic, and a recent window.
+
+    Args:
+        recent: newest tokens that are always kept; None: half of the budget.
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
+    """
+
+    recent: int | None = computed("budget/2")
+    positions: Positions = "text"
+
+    evidence: ClassVar = Evidence.COLUMNS
+    attention: ClassVar = True
+
+    def __post_init__(self) -> None:
+        if self.recent is not None and self.recent < 0:
+            raise UsageError(f"{self.name}: recent must be 0 or more, got {self.recent}")
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        return state[self.statistics[0]]
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
+        return view.recent(half(view.budget) if self.recent is None else self.recent)
+
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"recent": half(budget) if self.recent is None else self.recent}
 
 
 def moments_of_layers(view: SlotView) -> tuple[QueryMoments, ...]:
