@@ -27,7 +27,7 @@ def test_inputs_end_in_success_or_one_line(kind, cases, tmp_path):
     verdicts = Counter(outcome.verdict for outcome in outcomes)
     assert verdicts["refused"] >= cases // 10, "too little is damaged"
     if kind.name != "cache files, damaged":
-        assert verdicts["success"] >= cases // 2, "too little goes through"
+        assert verdicts["success"] >= cases * 2 // 5, "too little goes through"
 
 
 def refuse(message):
