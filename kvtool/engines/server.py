@@ -317,13 +317,15 @@ class _Run(BaseGenerateManager):
         def write(text: str) -> None:
             emit([text] if parser is None else response_events_to_chunks(parser.feed(text)))
 
-        stream = _Text(
-            processor, lambda text: self._stop.feed(text, write), whole=parser is not None
+        stream = Callback(
+            processor,
+            lambda text: self._stop.feed(text, write),
+            skip_special_tokens=parser is None,
         )
 
         def take(token: int) -> None:
             self.total_tokens += 1
-            stream.put_token(token)
+            stream.put(torch.tensor([token]))
 
         def end(result: Answer | Exception) -> None:
             if isinstance(result, Answer):
@@ -447,17 +449,6 @@ class _Run(BaseGenerateManager):
         """Call a function in the server's own thread; no client hears it once that has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *given)
-
-
-class _Text(Callback):
-    """Hands on text as soon as it is certain, with special tokens for a parser."""
-
-    def __init__(self, tokenizer: Any, on_text: Callable[[str], None], *, whole: bool) -> None:
-        super().__init__(tokenizer, on_text)
-        self.decode_kwargs["skip_special_tokens"] = not whole
-
-    def put_token(self, token: int) -> None:
-        self.put(torch.tensor([token]))
 
 
 class _Stop:

@@ -7,6 +7,7 @@ that look at the whole text, such as a repetition penalty, do so.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteria,
-    TextStreamer,
 )
 
 from kvtool.cache.cache import KVCache
@@ -28,6 +28,8 @@ _FEWEST = 256  # tokens of a text's buffer
 _BYTES = 4  # of a character at most, and a token has one or more
 _MARGIN = 8  # tokens before a stop text, for tokenizers whose first token loses a space
 _HELD, _CONTEXT = 64, 16  # tokens of streamed text that are decoded again, and that stay
+_CLEANED = 32  # characters at the end of a text that the clean-up of spaces may still change
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 @torch.no_grad()
@@ -40,7 +42,7 @@ def decode_loop(
     *,
     next_logits: Tensor,
     kv_cache: KVCache,
-    text_streamer: TextStreamer | None = None,
+    text_streamer: Callback | None = None,
     generator: torch.Generator | None = None,
     kept_logits: list[Tensor] | None = None,
     step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
@@ -129,35 +131,64 @@ class StopsWhen(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self._stop_when(), device=input_ids.device)
 
 
-class Callback(TextStreamer):
-    """Hands text to a function as soon as it is certain."""
+class Callback:
+    """Hands text to a function as soon as no later token can change it.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_special_tokens=True)
-        self._on_text = on_text
-        self.token_cache: list[int]  # of the streamer: what is held, and how much of it is out
-        self.print_len: int
+    The pieces add up to the text of all tokens at once. So a piece waits for what completes its
+    last character, and bytes of a byte fallback for the end of their run, which reads as one.
 
-    def put(self, value: Tensor) -> None:
-        super().put(value)
-        if len(self.token_cache) > _HELD:
+    Args:
+        skip_special_tokens: leaves special tokens out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        on_text: Callable[[str], None],
+        *,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer, self._on_text, self._skip = tokenizer, on_text, skip_special_tokens
+        self._tokens: list[int] = []  # that are decoded again, the last of which are new
+        self._told = 0  # characters of their text that have been handed on
+        self._run = 0  # tokens at their end that are bytes
+        self._open = _CLEANED if tokenizer.clean_up_tokenization_spaces else 0
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._left_out = special.union(tokenizer.all_special_ids) if skip_special_tokens else set()
+
+    def put(self, tokens: Tensor) -> None:
+        """Take (n,) new tokens."""
+        for token in tokens.tolist():
+            name = str(self._tokenizer.convert_ids_to_tokens(token))
+            goes_on = _BYTE.fullmatch(name) or (self._run and token in self._left_out)
+            self._run = self._run + 1 if goes_on else 0
+            self._tokens.append(token)
+        certain = self._decode(self._tokens[: len(self._tokens) - self._run])
+        self._tell(certain, len(certain.removesuffix("\ufffd")) - self._open)
+        if len(self._tokens) - self._run > _HELD:
             self._forget()
 
-    def _forget(self) -> None:
-        """Return the held tokens but for the last ones, which decide how the next ones read."""
-        last = self.token_cache[-_CONTEXT:]
-        text, rest = (
-            self.tokenizer.decode(t, skip_special_tokens=True) for t in (self.token_cache, last)
-        )
-        if not text.endswith(rest):
-            return  # the cut goes through a character; it will not after another token
-        start = len(text) - len(rest)
-        self.on_finalized_text(text[self.print_len : start])
-        self.token_cache, self.print_len = last, max(self.print_len - start, 0)
+    def end(self) -> None:
+        """Hand on all that is left."""
+        text = self._decode(self._tokens)
+        self._tell(text, len(text))
+        self._tokens, self._told, self._run = [], 0, 0
 
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        if text:
-            self._on_text(text)
+    def _tell(self, text: str, end: int) -> None:
+        if end > self._told:
+            self._on_text(text[self._told : end])
+            self._told = end
+
+    def _forget(self) -> None:
+        """Drop all tokens but the last ones, which decide how the next ones read."""
+        last = self._tokens[-_CONTEXT - self._run :]
+        text, rest = self._decode(self._tokens), self._decode(last)
+        before = len(text) - len(rest)
+        if rest and text.endswith(rest) and before <= self._told:
+            self._tokens, self._told = last, self._told - before
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=self._skip)
 
 
 def until_end(row: list[int], model: PreTrainedModel) -> list[int]:
