@@ -44,6 +44,10 @@ class KvtoolError(ValueError):
         return " ".join(self.message.split()).rstrip(".")
 
 
+class KvtoolWarning(UserWarning):
+    """What a caller should know of a call that goes on; a command prints it, also with `-q`."""
+
+
 class UsageError(KvtoolError):
     """A wrong argument, option, policy, budget or file name: refused before any work is done."""
 

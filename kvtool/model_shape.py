@@ -62,7 +62,7 @@ def layer_shapes(config: Any, dtype: str | None = None) -> list[LayerShape | Non
         dtype: in which keys and values are stored; None or `auto`: the checkpoint's own.
     """
     text = config.get_text_config(decoder=True)
-    size = _itemsize(stored_dtype(text, dtype))
+    size = _itemsize(stored_dtype(config, dtype))
     known: dict[tuple[str, int | None], LayerShape] = {}  # entries of a config read slowly
     shapes: list[LayerShape | None] = []
     for (kind, options), own in zip(layer_types(text), text.per_layer_config, strict=True):
@@ -112,13 +112,17 @@ def kept_of_window(width: int) -> int:
 def stored_dtype(config: Any, dtype: str | None) -> str:
     """Name the dtype that keys and values have: `float32` where nothing says.
 
+    Transformers loads all of a model in the dtype of the whole configuration; its parts may name
+    none.
+
     Args:
         dtype: the one asked for; None or `auto`: the checkpoint's own.
     """
     if dtype is not None and dtype != "auto":
         return dtype
-    text = config.get_text_config(decoder=True)
-    return str(getattr(text, "dtype", None) or "float32").removeprefix("torch.")
+    parts = (config, config.get_text_config(decoder=True))
+    found = next(filter(None, (getattr(part, "dtype", None) for part in parts)), "float32")
+    return str(found).removeprefix("torch.")
 
 
 def trained_length(config: Any) -> int | None:

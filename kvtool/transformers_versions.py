@@ -19,6 +19,7 @@ _WINDOWS = {
     "hybrid_sliding": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
+_TRAINED = "max_position_embeddings"
 _STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 
@@ -116,7 +117,8 @@ def reads_plain_configs() -> bool:
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the kind of every cache layer and the arguments that make it.
 
-    Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
+    A window that is as long as the texts that a model was trained for, or longer (Phi-3.5), is
+    none. Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
     before 5.23 leave out layers that share the cache of another.
 
     Args:
@@ -125,14 +127,24 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     from kvtool.plain_config import PlainConfig
 
     if isinstance(config, PlainConfig):
-        return config.cache_layers()
+        return [_unbounded(config, *layer) for layer in config.cache_layers()]
     from transformers.cache_utils import get_layer_types_and_kwargs
 
     kinds, options = get_layer_types_and_kwargs(config)
     if isinstance(options, dict):
         options = [_options_of(kind, config, options) for kind in kinds]
     shared = config.num_hidden_layers - len(kinds)
-    return [*zip(kinds, options, strict=True), *[("dummy", {})] * shared]
+    own = [_unbounded(config, *layer) for layer in zip(kinds, options, strict=True)]
+    return [*own, *[("dummy", {})] * shared]
+
+
+def _unbounded(config: Any, kind: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a layer without the window that no text fills."""
+    window, longest = options.get("sliding_window"), getattr(config, _TRAINED, None)
+    if window is None or longest is None or window < longest:
+        return kind, options
+    rest = {name: value for name, value in options.items() if name != "sliding_window"}
+    return ("hybrid" if kind == "hybrid_sliding" else "full_attention"), rest
 
 
 def _options_of(kind: str, config: Any, options: dict[str, Any]) -> dict[str, Any]:

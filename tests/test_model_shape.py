@@ -1,12 +1,20 @@
 """What is read from a configuration is what a tiny model of it hands to its cache."""
 
+import contextlib
+import json
+import warnings
+
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import kvtool
+from kvtool.cache.hooks.families import check_supported
 from kvtool.documents.memory import ModelShape
-from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.errors import KvtoolWarning
+from kvtool.model_shape import LayerShape, layer_shapes, stored_dtype
+from tests.models.tiny import families, tiny_config
 from tests.models_for_tests import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
 
 FALCON = {"alibi": False, "num_kv_heads": 2}
@@ -139,3 +147,63 @@ def test_bytes_hold_where_layers_are_unlike_each_other(name):
     one_more = sum(layer.bytes + layer.kv_heads * 8 for layer in free)  # a position and a sum
     assert report.allocated_bytes + report.state_bytes <= size
     assert report.allocated_bytes + report.state_bytes + one_more > size
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+@pytest.mark.parametrize("place", ["the whole", "its text"])
+def test_the_dtype_is_the_one_that_transformers_would_load_in(tmp_path, key, place):
+    """Every family: models that see name a dtype for the whole or for their text."""
+    asked, wrong = [], {}
+    for kind in families():
+        with contextlib.suppress(
+            ValueError, StrictDataclassError
+        ):  # families that have no tiny model, or cannot run
+            data = tiny_config(kind).to_dict()
+            parts = [each for name, each in data.items() if name.endswith("_config") and each]
+            for each in (data, *parts):
+                each.pop("dtype", None)
+            (data.get("text_config", data) if place == "its text" else data)[key] = "float16"
+            (tmp_path / "config.json").write_text(json.dumps(data))
+            config = AutoConfig.from_pretrained(tmp_path)
+            check_supported(config)
+            asked.append(kind)
+            if stored_dtype(config, None) != "float16":
+                wrong[kind] = stored_dtype(config, None)
+            if layer_shapes(config) != layer_shapes(config, "float16"):
+                wrong[kind] = layer_shapes(config)
+    assert wrong == {}
+    assert {"llama", "gemma3", "gemma4", "llama4", "qwen3_5"} <= set(asked)
+
+
+@pytest.mark.parametrize("window", [512, 1024])
+def test_a_window_that_no_text_fills_is_none(window):
+    """Phi-3.5 has a window of 262,144 tokens and was trained for 131,072."""
+    ids = (torch.arange(120) * 7 % 60 + 3)[None]
+    kept, logits = [], []
+    for width in (None, window):
+        model = kvtool.attach(phi(width))
+        cache = kvtool.build_cache(model, "h2o", 32)
+        with torch.no_grad():
+            logits.append(model(ids, past_key_values=cache, use_cache=True).logits)
+        kept.append(list(cache.report().kept_per_layer))
+    assert kept[0] == kept[1] == [32, 32]
+    assert logits[0].equal(logits[1])
+
+
+def test_a_model_that_evicts_nothing_says_so():
+    with pytest.warns(KvtoolWarning, match="no layer of `phi3` lets policy `h2o` evict"):
+        kvtool.build_cache(phi(64), "h2o", 32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvtool.build_cache(phi(64), "full")
+        kvtool.build_cache(phi(512), "h2o", 32)
+
+
+def phi(window):
+    """Two layers, trained for 512 positions."""
+    changes = BASE | {"num_hidden_layers": 2, "max_position_embeddings": 512, "pad_token_id": 0}
+    config = AutoConfig.for_model(
+        "phi3", **changes, original_max_position_embeddings=512, sliding_window=window
+    )
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).eval()

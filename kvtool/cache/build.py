@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 import weakref
 from pathlib import Path
 
@@ -21,9 +22,9 @@ from kvtool.cache.settings import ModelLink
 from kvtool.cache.slots.tensor_parallel import shards_of
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolWarning, UsageError
 from kvtool.maths.rotation import Rotation
-from kvtool.model_shape import layer_shapes
+from kvtool.model_shape import FREE, layer_kinds, layer_shapes
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.derived import check_derived, check_plan
 from kvtool.planning.held import check_run, planned_heads
@@ -102,6 +103,13 @@ def make_cache(
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     check_shared(config, policy)
+    if policy.takes_budget and not any(kind in FREE for kind in layer_kinds(config)):
+        warnings.warn(
+            f"no layer of `{config.model_type}` lets policy `{policy}` evict: each keeps its own "
+            "window",
+            KvtoolWarning,
+            stacklevel=2,
+        )
     request = None if budget is None else Budget.parse(budget)
     if not policy.takes_budget:
         request = None

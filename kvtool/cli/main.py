@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import ReaderGone, fill_closed_streams, tell
-from kvtool.errors import KvtoolError, did_you_mean, is_out_of_memory
+from kvtool.errors import KvtoolError, KvtoolWarning, did_you_mean, is_out_of_memory
 from kvtool.garbage import collect_seldom
 from kvtool.version import VERSION
 
@@ -109,6 +109,8 @@ def main(arguments: Sequence[str]) -> int:
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("once", KvtoolWarning)
+                warnings.showwarning = lambda message, *where: tell(f"warning: {message}\n")
             return app(list(arguments), prog_name="kvtool", standalone_mode=False) or 0
     except ReaderGone:
         _forget_stdout()
