@@ -233,7 +233,8 @@ def boxed_answer(prediction: str) -> str | None:
 def number_answer(prediction: str) -> Fraction | None:
     """Return the number that answers a question of GSM8K, None if there is none.
 
-    The first `#### NUMBER` counts, then the last boxed number, then the last number said.
+    The last `#### NUMBER` counts, then the last boxed number, then the last number said. (The
+    harnesses take the first `####`, which may be a heading of a model that writes Markdown.)
 
     >>> number_answer("6 * 3 = 18.\\n#### $1,018.00"), number_answer("So it takes 18 days.")
     (Fraction(1018, 1), Fraction(18, 1))
@@ -257,9 +258,9 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def marked_number(text: str) -> Fraction | None:
-    """Return the number after the first `####`, None if there is none."""
-    found = _MARKED.search(text)
-    return _value(found[1]) if found else None
+    """Return the number after the last `####`, None if there is none."""
+    found = _MARKED.findall(text)
+    return _value(found[-1]) if found else None
 
 
 def _value(number: str) -> Fraction | None:

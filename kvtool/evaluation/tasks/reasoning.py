@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 
 _QUESTION = ("problem", "question", "Problem", "Question")
 _ANSWER = ("answer", "Answer")
-_BOXED = "\n\nReason step by step. Put the final answer into \\boxed{}."
-_HASHES = "\n\nReason step by step. End with a line of `#### ` and the answer, a number alone."
+_WORDINGS = {
+    "boxed": "\n\nReason step by step. Put the final answer into \\boxed{}.",
+    "hashes": "\n\nReason step by step. End with a line of `#### ` and the answer, a number alone.",
+}
 _TEMPERATURE = 0.6  # of several answers, as reasoning models are mostly measured
 _TEMPLATE_TOKENS = 256  # left free for a chat template
 _LARGEST_OF_AIME = 999
@@ -77,23 +79,23 @@ class Form:
     """How one benchmark is put and read.
 
     Attributes:
-        instruction: what follows the problem.
+        wording: of the instruction that follows the problem, unless the task sets another.
         new_tokens: of the longest answer, unless the task sets it.
         reference: the right answer of a row; a ValueError says what the column is not.
         find: the answer in what a model writes, None if there is none.
     """
 
-    instruction: str
+    wording: str
     new_tokens: int
     reference: Callable[[str], str]
     find: Callable[[str], Any]
 
 
 FORMS = {
-    "gsm8k": Form(_HASHES, 4096, read_solution, number_answer),
-    "math500": Form(_BOXED, 16_384, str.strip, boxed_answer),
-    "aime24": Form(_BOXED, 32_768, read_integer, boxed_answer),
-    "aime25": Form(_BOXED, 32_768, read_integer, boxed_answer),
+    "gsm8k": Form("hashes", 4096, read_solution, number_answer),
+    "math500": Form("boxed", 16_384, str.strip, boxed_answer),
+    "aime24": Form("boxed", 32_768, read_integer, boxed_answer),
+    "aime25": Form("boxed", 32_768, read_integer, boxed_answer),
 }
 
 
@@ -111,6 +113,8 @@ class Reasoning(Read):
             no more than the model was trained for. That of the run overrides it.
         thinking: whether the model thinks before it answers, for chat templates that know
             `enable_thinking`; None leaves it to them.
+        wording: how the form of the answer is asked for: `boxed`, which Qwen's models know, or
+            `hashes` (`#### 18`), the default of GSM8K.
     """
 
     questions: Samples | None = None
@@ -118,6 +122,7 @@ class Reasoning(Read):
     temperature: float | None = Field(default=None, ge=0, le=100)
     max_new_tokens: Tokens | None = None
     thinking: bool | None = None
+    wording: Literal["boxed", "hashes"] | None = None
 
     metric: ClassVar[str] = "pass@1"
     reasons: ClassVar[bool] = True
@@ -164,7 +169,7 @@ class Reasoning(Read):
                 reference = self.form.reference(str(answer))
             except ValueError as error:
                 raise KvtoolError(f"{where}: `{wanted}` {error}") from None
-            text = problem.strip() + self.form.instruction
+            text = problem.strip() + _WORDINGS[self.wording or self.form.wording]
             turn = Turn(text, (reference,), self._new_tokens(text, tokens))
             level = row.get("level")
             cell = {"level": level} if isinstance(level, (int, str)) else {}
@@ -201,11 +206,15 @@ class Reasoning(Read):
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the final answer is the right one, else 0."""
-        found = self.form.find(prediction)
+        found = self._find(prediction)
         return 100.0 * (found is not None and same_answer(str(found), references[0]))
+
+    def _find(self, prediction: str) -> Any:
+        boxed = boxed_answer(prediction) if self.wording == "boxed" else None
+        return self.form.find(prediction) if boxed is None else boxed
 
     def score(self, record: Json) -> dict[str, float]:
         """Return `pass@1`, and `answered`: how many of the answers came to an end with one."""
-        found = [self.form.find(turn["prediction"]) for turn in record["turns"]]
+        found = [self._find(turn["prediction"]) for turn in record["turns"]]
         ended = 100 * sum(answer is not None for answer in found) / len(found)
         return {**super().score(record), "answered": ended}

@@ -93,6 +93,16 @@ def test_a_prompt_is_the_problem_and_how_to_answer(name, tmp_path):
     assert turn.references == ({"gsm8k": "18", "math500": "\\frac{1}{2}"}.get(name, "73"),)
 
 
+def test_the_form_of_an_answer_can_be_chosen(tmp_path):
+    task = make("gsm8k", data=write(tmp_path, "gsm8k", ROWS["gsm8k"]), wording="boxed")
+    (sample,) = task.draw(WORDS)
+    assert sample.turns[0].question.endswith("\\boxed{}.")
+    marked = "#### 3. Total\n\\boxed{18}"
+    assert task.score_answer(marked, ["18"], {}) == task.score_answer("So 18.", ["18"], {}) == 100
+    hashes = make("gsm8k", data=write(tmp_path, "gsm8k", ROWS["gsm8k"]))
+    assert hashes.score_answer(marked, ["18"], {}) == 0
+
+
 def test_answers_are_as_long_as_the_benchmark_needs_or_the_model_can(tmp_path):
     data = write(tmp_path, "aime24", ROWS["aime24"])
     assert next(make("aime24", data=data).draw(WORDS)).turns[0].max_new_tokens == 32_768
