@@ -279,10 +279,12 @@ def _run(
 ) -> None:
     import uvicorn
 
+    from kvtool.engines.connections import BoundedConnections
     from kvtool.engines.server import make_app
 
     config = uvicorn.Config(
         make_app(served),
+        http=BoundedConnections,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=settings.drain,
