@@ -195,10 +195,10 @@ def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -
 def _tell(gate: GateResult) -> str:
     value = "no score" if gate.value is None else f"{gate.value:.4g}"
     if gate.gate == "least":
-        return f"{gate.task}, {gate.arm}: {value}, the limit is {gate.limit:g}"
+        return f"{gate.task}, {gate.variant}: {value}, the limit is {gate.limit:g}"
     if gate.value is None:
-        return f"{gate.task}, {gate.arm}: no score to compare with the full cache's"
-    return f"{gate.task}, {gate.arm}: {value} % worse than full, the limit is {gate.limit:g} %"
+        return f"{gate.task}, {gate.variant}: no score to compare with the full cache's"
+    return f"{gate.task}, {gate.variant}: {value} % worse than full, the limit is {gate.limit:g} %"
 
 
 def evaluate(options: EvalSettings, terminal: Terminal) -> None:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -34,6 +35,11 @@ ByteCount = Annotated[NonNegativeInt, Field(le=MOST_BYTES)]
 
 Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
 """A share of something, and not nothing."""
+
+
+WAS_ARM = Field(validation_alias=AliasChoices("variant", "arm"))
+WERE_ARMS = Field(validation_alias=AliasChoices("variants", "arms"))
+"""Keys of fields that older files have under another name."""
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
     pairs = [
         pair.model_copy(
             update={
-                "arm": str(parse_policy(pair.arm, imports=False)),
+                "variant": str(parse_policy(pair.variant, imports=False)),
                 "than": str(parse_policy(pair.than, imports=False)),
                 "budgets": [str(Budget.parse(budget)) for budget in pair.budgets],
                 "than_at": [str(Budget.parse(budget)) for budget in pair.than_at],

@@ -23,7 +23,7 @@ def compare(document: ResultsDocument, texts: Sequence[str]) -> list[Difference]
         UsageError: a text that names no two variants of the run.
     """
     found = []
-    for ours, theirs in asked_pairs(texts, document.arms):
+    for ours, theirs in asked_pairs(texts, document.variants):
         for task in dict.fromkeys(result.task for result in document.results):
             mine, other = document.of(ours.name, task), document.of(theirs.name, task)
             if mine is not None and other is not None:

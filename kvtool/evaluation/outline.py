@@ -32,7 +32,7 @@ class Outline:
             "work": {
                 "folder": str(self.folder),
                 "memory": None,
-                "arms": [variant.name for variant in self.comparison.variants],
+                "variants": [variant.name for variant in self.comparison.variants],
                 "tasks": [{"task": task.name, "samples": None} for task in self.comparison.tasks],
                 "measurements": None,
             },

@@ -77,7 +77,7 @@ def _line(texts: Sequence[str]) -> str:
 def _texts(table: Table) -> list[list[str]]:
     """Return the heads and the cells of a table, each in one line."""
     rows = [[row.head, *map(_cell, row.cells)] for row in table.rows]
-    heads = ["policy" if column.title == "arm" else _title(column) for column in table.columns]
+    heads = ["policy" if column.title == "variant" else _title(column) for column in table.columns]
     return [heads, *rows]
 
 
@@ -100,7 +100,7 @@ def _escaped_pipe(text: str) -> str:
 def _csv(document: ResultsDocument) -> str:
     rows = rows_of(document)
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]) if rows else ["arm"], lineterminator="\n")
+    writer = csv.DictWriter(text, list(rows[0]) if rows else ["variant"], lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

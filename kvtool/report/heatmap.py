@@ -35,7 +35,7 @@ def needle_figure(document: ResultsDocument, task: str) -> Figure:
     The full cache, with which others are compared, is a thin row above them: its means over depths.
     """
     grids = needle_grids(document, task)
-    results = {result.arm: result for result in results_of(document, task)}
+    results = {result.variant: result for result in results_of(document, task)}
     rows = _layout(families(document), set(grids))
     thin = _is_thin(rows)
     if thin:

@@ -8,15 +8,15 @@ from typing import Any
 
 from kvtool.documents.results import ResultsDocument
 
-_NAMES = ("name", "arm", "against", "policy", "than")  # keys of a document that name a variant
+_NAMES = ("name", "variant", "against", "policy", "than")  # keys of a document that name a variant
 
 
 def labels(document: ResultsDocument) -> dict[str, str]:
     """Return variants and policies that have labels; two of one label keep their full names."""
-    shown = {each.name: each.shown for each in document.arms}
+    shown = {each.name: each.shown for each in document.variants}
     often = Counter(shown.values())
     found: dict[str, str] = {}
-    for each in document.arms:
+    for each in document.variants:
         if each.label is not None and often[each.shown] == 1:
             found |= {each.name: each.shown, each.policy: each.label}
     return found
@@ -29,7 +29,7 @@ def labelled(document: ResultsDocument) -> ResultsDocument:
         return document
     parts: dict[str, Any] = {
         name: _renamed(getattr(document, name), named)
-        for name in ("arms", "results", "averages", "gates", "differences", "verdict")
+        for name in ("variants", "results", "averages", "gates", "differences", "verdict")
     }
     if document.claim is not None:
         parts["claim_verdict"] = _renamed(document.claim_verdict, named)
@@ -46,7 +46,7 @@ def _renamed(part: Any, named: Mapping[str, str]) -> Any:
     if fields is None:
         return part
     names = [name for name in _NAMES if name in fields]
-    nested = [name for name in ("arms", "choices", "rows", "undecided") if name in fields]
+    nested = [name for name in ("variants", "choices", "rows", "undecided") if name in fields]
     return part.model_copy(
         update={name: _renamed(getattr(part, name), named) for name in (*names, *nested)}
     )

@@ -56,13 +56,13 @@ def board_csv(document: ResultsDocument) -> str:
     """
     check_board(dict.fromkeys(result.task for result in document.results))
     rows = []
-    for arm in document.arms:
+    for variant in document.variants:
         results = [
             result
             for result in document.results
-            if result.arm == arm.name and result.task.startswith(_SUITE)
+            if result.variant == variant.name and result.task.startswith(_SUITE)
         ]
-        rows.append(_row(document.model.id, arm.policy, results))
+        rows.append(_row(document.model.id, variant.policy, results))
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()

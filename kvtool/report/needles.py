@@ -40,7 +40,7 @@ def needle_tasks(document: ResultsDocument) -> list[str]:
 
 def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
     """Return each variant's grid on one task; all have the same lengths and depths."""
-    by_variant = {result.arm: _scores(result) for result in results_of(document, task)}
+    by_variant = {result.variant: _scores(result) for result in results_of(document, task)}
     places = {place for scores in by_variant.values() for place in scores}
     lengths = tuple(sorted({length for length, _ in places}))
     depths = tuple(sorted({depth for _, depth in places}))

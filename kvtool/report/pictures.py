@@ -79,7 +79,7 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
 
 def _bits(document: ResultsDocument) -> str:
     """Say how codecs are marked, where there are any."""
-    stored = any(arm.codec is not None for arm in document.arms)
+    stored = any(variant.codec is not None for variant in document.variants)
     return "; a colour for each base, a marker for each codec" if stored else ""
 
 

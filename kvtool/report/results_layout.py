@@ -39,7 +39,7 @@ def results_tables(document: ResultsDocument) -> RenderableType:
     """Return the summary and the verdict, below heat maps of needles if the variants are few."""
     document = labelled(document)
     summary = summary_table(document)
-    few = len(document.arms) <= _MOST_HEAT_MAPS
+    few = len(document.variants) <= _MOST_HEAT_MAPS
     parts = [*([needle_tables(document)] if few else []), summary]
     claim = [Text(line) for line in claim_lines(document)]
     return Group(*parts, *_differences(document), *_verdict(document), *claim)

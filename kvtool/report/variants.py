@@ -53,9 +53,9 @@ def families(document: ResultsDocument) -> list[Family]:
 
     Variants that differ only in the prefill form families of their own, whose labels say so.
     """
-    several = len({variant.prefill for variant in document.arms if variant.policy != FULL}) > 1
+    several = len({variant.prefill for variant in document.variants if variant.policy != FULL}) > 1
     groups: dict[str, list[VariantEntry]] = {}
-    for variant in sorted(document.arms, key=lambda variant: variant.policy != FULL):
+    for variant in sorted(document.variants, key=lambda variant: variant.policy != FULL):
         named = several and variant.policy != FULL
         label = f"{variant.policy}, prefill {variant.prefill}" if named else variant.policy
         groups.setdefault(label, []).append(variant)
@@ -72,7 +72,7 @@ def variants_in_order(document: ResultsDocument) -> list[VariantEntry]:
 
 def full_variant(document: ResultsDocument) -> VariantEntry | None:
     """Return the variant that others are compared with."""
-    return next((variant for variant in document.arms if variant.policy == FULL), None)
+    return next((variant for variant in document.variants if variant.policy == FULL), None)
 
 
 def fed_like_full(document: ResultsDocument, result: TaskResult) -> bool:

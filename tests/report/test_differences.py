@@ -10,7 +10,7 @@ from tests.report.test_tables import printed
 def difference(value, low, high, **changes):
     fields = {
         "task": "niah",
-        "arm": "h2o+caote@64",
+        "variant": "h2o+caote@64",
         "against": "h2o@64",
         "because": "base",
         "n": 50,

@@ -11,7 +11,7 @@ from kvtool.report.table import Cell, Column, Note, Row, Table
 from kvtool.report.terminal import rich_table
 
 COLUMNS = [
-    Column("arm", words=True),
+    Column("variant", words=True),
     Column("niah", "exact match", short="niah\nem", aligned=True, group="a"),
     Column("task", words=True, group="b"),
 ]
