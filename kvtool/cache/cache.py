@@ -31,7 +31,7 @@ from kvtool.cache.steps.call import (
     set_pending,
 )
 from kvtool.cache.steps.static import may_grow, reserve_slots
-from kvtool.documents.document import view
+from kvtool.documents.document import report
 from kvtool.documents.generation import CacheSection
 from kvtool.sizes import DEFAULT_BLOCK
 
@@ -69,7 +69,7 @@ class InWords:
             UsageError: nothing has been read, or the text is unknown.
             KvtoolError: the tokenizer cannot be loaded.
         """
-        return view().kept_text(self, tokenizer, input_ids=input_ids, row=row)
+        return report("kept.text").kept_text(self, tokenizer, input_ids=input_ids, row=row)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from kvtool.documents.document import (
     Section,
     ShownDocument,
     TokenCount,
-    view,
+    report,
 )
 from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
@@ -26,7 +26,7 @@ from kvtool.documents.settings import Protocol, as_entry
 from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
 from kvtool.sizes import LARGEST_SEED, WIDTH
 
-COMPARISON = "kvtool.evaluation.corrected"
+COMPARISON = "kvtool.evaluation.pairs"
 """The module that compares variants: a name, since `evaluation` imports the documents."""
 
 Form = Literal["text", "csv", "latex", "markdown"]
@@ -302,7 +302,10 @@ class ResultsDocument(ShownDocument):
             width: characters of a line, of `text`.
             form: `text`, `csv`, `latex` or `markdown`.
         """
-        return super().table(width) if form == "text" else view().exported(self, form)
+        if form == "text":
+            return super().table(width)
+        written: str = report("results_text").exported(self, form)
+        return written
 
 
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]

@@ -24,10 +24,9 @@ from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import results as tables
 from kvtool.report import words
-from kvtool.report.labels import labelled, labels
 from kvtool.report.panels import FRONT, GRID, drawing, svg
 from kvtool.report.pictures import pictures
-from kvtool.report.variants import results_of, task_names
+from kvtool.report.variants import labelled, labels, results_of, task_names
 
 if TYPE_CHECKING:
     from kvtool.evaluation.run.wrong import WrongAnswer

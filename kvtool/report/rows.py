@@ -10,8 +10,8 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import MemoryTable, ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.report.costs import is_tested
+from kvtool.report.measurements import measured
 from kvtool.report.plans import stored_tokens
-from kvtool.report.profile_table import measured
 
 _Record = dict[str, Any]
 

@@ -17,7 +17,7 @@ from kvtool.report import formats
 from kvtool.report.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table
-from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
+from kvtool.report.variants import full_variant, labelled, results_of, task_names, variants_in_order
 
 _MOST = 5  # undecided variants that are named
 _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "time per token"}
@@ -25,6 +25,7 @@ _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "ti
 
 def verdict_lines(document: ResultsDocument) -> list[str]:
     """Return the verdict line by line; empty where there is none to speak of."""
+    document = labelled(document)
     verdict = document.verdict
     if verdict is None:
         return []

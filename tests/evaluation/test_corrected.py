@@ -10,8 +10,7 @@ from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation import verdict
-from kvtool.evaluation.corrected import compare, corrected, holm
-from kvtool.evaluation.pairs import asked_pairs
+from kvtool.evaluation.pairs import asked_pairs, compare, corrected, holm
 from kvtool.evaluation.verdict import between, difference
 from tests.report.examples import document, result, variants
 

@@ -3,7 +3,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 
-from kvtool.report.bars import cost_figure
+from kvtool.report.cost_pictures import cost_figure
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.formats import share
 from kvtool.report.panels import drawing

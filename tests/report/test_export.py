@@ -9,13 +9,12 @@ import pytest
 
 from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Difference
-from kvtool.evaluation.corrected import corrected
+from kvtool.evaluation.pairs import corrected
 from kvtool.report.costs import UNTESTED, is_tested
-from kvtool.report.export import latex, markdown
-from kvtool.report.labels import labelled
 from kvtool.report.results import summary_with_costs
+from kvtool.report.results_text import latex, markdown
 from kvtool.report.table import Cell, Column, Note, Row, Table
-from kvtool.report.variants import wrap
+from kvtool.report.variants import labelled, wrap
 from tests.report.examples import cost, document, result
 
 MINE = "my_module:Peak(recent=8)+caote"

@@ -4,8 +4,7 @@ pytest.importorskip("matplotlib")
 
 import numpy as np
 
-from kvtool.report.heatmap import needle_figure
-from kvtool.report.needles import needle_tasks
+from kvtool.report.needles import needle_figure, needle_tasks
 from kvtool.report.panels import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
 

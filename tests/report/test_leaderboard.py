@@ -7,7 +7,7 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.tasks.table import TASKS
-from kvtool.report.leaderboard import RULER, board_csv, check_board
+from kvtool.report.results_text import RULER, board_csv, check_board
 from tests.report.examples import cost, document, result, variants
 
 FULL, H2O = variants(["h2o"], [64])

@@ -6,9 +6,9 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from kvtool.package_data import data_file
-from kvtool.report.notebook import html_table
 from kvtool.report.table import Cell, Column, Note, Row, Table
 from kvtool.report.terminal import rich_table
+from kvtool.report.view import html_table
 
 COLUMNS = [
     Column("variant", words=True),

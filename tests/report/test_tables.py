@@ -5,7 +5,7 @@ from rich.console import Console
 
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
-from kvtool.report.results_layout import needle_tables, summary_table
+from kvtool.report.results_text import needle_tables, summary_table
 from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl, with_host_memory
 
 THREE = ("niah", "ruler/niah_multikey_1", "fidelity")

@@ -25,8 +25,7 @@ from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
-from kvtool.evaluation.corrected import compare
-from kvtool.evaluation.pairs import variant_entry
+from kvtool.evaluation.pairs import compare, variant_entry
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference, model_digest

@@ -1,4 +1,4 @@
-"""Bars of variants: bytes and speed as a share of the full cache."""
+"""Draw what variants cost: bars of bytes and speed, and the tokens that each layer keeps."""
 
 from __future__ import annotations
 
