@@ -11,7 +11,7 @@ from safetensors.torch import save, save_file
 
 import kvtool
 from kvtool.cache.files import tensor_file
-from kvtool.cache.files.tensor_file import (
+from kvtool.cache.tensor_files.tensor_file import (
     _DTYPES,
     DamagedFile,
     TensorFile,

@@ -22,12 +22,12 @@ from kvtool.cache.features.sparse_tables import (
     take_slots,
     widened,
 )
+from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
 from kvtool.cache.steps.call import Call
-from kvtool.cache.traffic import TrafficBudgets
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.numbers import HeadSizes

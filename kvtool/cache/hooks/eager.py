@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.layers import why_not
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
@@ -28,6 +26,8 @@ from kvtool.cache.steps.view import (
     last_query_columns,
     make_rows,
 )
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import why_not
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import visible_keys
 from kvtool.policies.evidence import AttentionRows

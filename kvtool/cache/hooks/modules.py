@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import HiddenHooks, ask_once, attachment
 from kvtool.cache.steps.call import Call, PendingStep
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, layer_kinds, stores_latents
 from kvtool.policies.policy import Policy

@@ -318,7 +318,7 @@ class Part:
         """Prepare for decoded tokens, unless that was done since the last prompt.
 
         Args:
-            traffic: the `kvtool.cache.traffic.TrafficBudgets` of the cache; None: it has none.
+            traffic: the cache's `kvtool.cache.features.traffic.TrafficBudgets`; None: it has none.
         """
 
     def begin_token(self, layer: Any, call: Any) -> Correction | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from kvtool.cache.settings import ForwardState
 from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.grouped import LayerGroup, PacedGroup, may_pace
@@ -22,13 +21,16 @@ class LayerGroups:
         self.formed = False
         self.by_layer: dict[int, LayerGroup] = {}
 
-    def form(self, layers: list[SlotLayer], running: ForwardState) -> None:
+    def form(self, layers: list[SlotLayer], masked: bool) -> None:
         """Group the layers, if all of them that ever will are in their steady state.
 
-        Where a batch entry may have padding in place of the coming token, they decide alone: layers
-        that decide together do not look for it. Not for static steps, whose addresses stay.
+        Layers that decide together do not look for padding in place of the coming token. Not for
+        static steps, whose addresses stay.
+
+        Args:
+            masked: whether batch entries may have padding in the running forward.
         """
-        if running.masked and layers[0].padded:
+        if masked and layers[0].padded:
             self.ungroup()
             return
         if self.formed:

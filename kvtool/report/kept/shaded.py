@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtool.cache.kept import KeptTokens
+    from kvtool.cache.whole.kept import KeptTokens
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cache.kept import kept_tokens
+from kvtool.cache.whole.kept import kept_tokens
 from kvtool.documents.files import write_text
 from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
@@ -19,7 +19,7 @@ from kvtool.report.kept.terminal import in_brackets
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.cache.state import CacheState
+    from kvtool.cache.whole.state import CacheState
 
 
 class KeptText(ShadedText):

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.heads import read_heads
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.tensor_files.heads import read_heads
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.rocketkv import PlannedStages, planned_stages, sized_reader, tokens_left

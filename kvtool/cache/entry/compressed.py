@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from kvtool.cache.build import build_cache, read_plan
+from kvtool.cache.entry.build import build_cache, read_plan
 from kvtool.cache.hooks import attach as hooks
 from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.blocks import CacheMaker

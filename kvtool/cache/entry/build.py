@@ -9,16 +9,16 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.centres import read_centres
 from kvtool.cache.hooks.attach import attach
 from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.modules import find_projections, show_hidden
 from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
 from kvtool.cache.hooks.rope import length_rope
-from kvtool.cache.layers import attention_layers, check_layers, check_shared
-from kvtool.cache.settings import ModelLink
 from kvtool.cache.slots.tensor_parallel import shards_of
+from kvtool.cache.tensor_files.centres import read_centres
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import attention_layers, check_layers, check_shared
+from kvtool.cache.whole.settings import ModelLink
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError

@@ -15,7 +15,7 @@ from kvtool.cache.features.trace import TOP, Trace
 from kvtool.cache.slots.layer import SlotLayer
 
 if TYPE_CHECKING:
-    from kvtool.cache.state import CacheState
+    from kvtool.cache.whole.state import CacheState
 
 Mark = Literal["merged", "offloaded", "read"]
 """What is shown of tokens beside whether they are held: evicted ones that were merged into others

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep, Placement
 from kvtool.cache.steps.step import run_step
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig
 
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
-from kvtool.cache.traffic import TrafficBudgets
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes

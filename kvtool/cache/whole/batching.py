@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.layers import why_not
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import Growth, LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import CodedForm
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import why_not
 from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvtool.cache.rope_lengths import LengthRope, RopeChoice
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.call import Placement, Unstored
+from kvtool.cache.whole.rope_lengths import LengthRope, RopeChoice
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from kvtool.cache.files.tensor_file import DamagedFile, TensorFile, digest_of
+from kvtool.cache.tensor_files.tensor_file import DamagedFile, TensorFile, digest_of
 from kvtool.documents.files import expand
 from kvtool.errors import UsageError
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from kvtool.cache.features.deferred_cut import cut_deferred
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
-from kvtool.cache.state import CacheState
 from kvtool.cache.steps.call import (
     IMPLEMENTATION,
     Call,
@@ -31,6 +30,7 @@ from kvtool.cache.steps.call import (
     set_pending,
 )
 from kvtool.cache.steps.static import may_grow, reserve_slots
+from kvtool.cache.whole.state import CacheState
 from kvtool.documents.document import view
 from kvtool.documents.generation import CacheSection
 from kvtool.sizes import DEFAULT_BLOCK
@@ -165,7 +165,7 @@ class KVCache(InWords, CacheState):
             norms = RowNorms() if watcher is not None and watcher.norms else None
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
-                self.groups.form(self.slot_layers, running)
+                self.groups.form(self.slot_layers, running.masked)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
             notify, norms = placement is not None or watcher is not None, None
             if group is None and layer.parts:
