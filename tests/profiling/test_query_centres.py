@@ -170,7 +170,7 @@ def test_a_process_takes_the_centres_of_its_own_heads():
     )
     part = Moments(layer.policy.moments, None, centres=centres)
     call = SimpleNamespace(query=torch.zeros(3, 4, 5, 16), scale=1.0)
-    part.note_queries(layer, call, None)
+    part._take(centres, layer, call.query)
     assert torch.equal(part.state["mean"], centres.mean[4:].expand(3, -1, -1))
     assert torch.equal(part.state["lengths"], centres.lengths[4:].expand(3, -1, -1))
 

@@ -132,7 +132,7 @@ def make_cache(
     projections = find_projections(model, policy) if policy.sees_projection else None
     looks = policy.sees_hidden or policy.repeats_by_output
     hooks = show_hidden(model, policy) if looks else None
-    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
+    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model), hooks)
     kernel = kernel_of(model)
     return KVCache(
         config,
@@ -145,7 +145,6 @@ def make_cache(
         rotations=rotations,
         centres=centres,
         projections=projections,
-        hooks=hooks,
     )
 
 

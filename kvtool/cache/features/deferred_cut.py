@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvtool.cache.features.held_queries import HeldQueries
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import CutsLater, LayerSite
 from kvtool.cache.steps.block import cut, note_scores
 from kvtool.cache.steps.view import used_view
 from kvtool.maths.columns import column_variance
@@ -30,12 +30,10 @@ class DeferredScores:
     block: Count
 
 
-class Deferred(Part):
+class Deferred(CutsLater):
     """Column sums of a prompt's attention, and its scores, until all layers have been seen.
 
     Attributes:
-        active: whether a prompt is stored whole now; it may come in several forwards.
-        sums: (batch, kv_heads, group, slots) float32, 0 in slots of padding.
         queries: tokens of each batch entry that have been summed.
         scores: of the last block.
     """
@@ -52,7 +50,7 @@ class Deferred(Part):
 
     def clear(self) -> None:
         self.active = False
-        self.sums: Tensor | None = None
+        self.sums = None
         self.queries: Count = 0
         self.scores: DeferredScores | None = None
 
@@ -65,17 +63,12 @@ class Deferred(Part):
         """Defer cuts from here on."""
         self.active = True
 
-    def waiting_cut(self) -> Deferred | None:
-        return self if self.active else None
-
     def add(self, sums: Tensor, queries: Count) -> None:
-        """Add what the slots have received of a block; its own slots come behind the others."""
         if self.sums is not None:
             sums[..., : self.sums.shape[-1]] += self.sums
         self.sums, self.queries = sums, self.queries + queries
 
     def wait(self, importance: Tensor, block: Count) -> None:
-        """Keep the scores of a block until the cut."""
         self.scores = DeferredScores(importance, block)
 
     def end(self) -> DeferredScores | None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part
+from kvtool.cache.slots.part import CutsByHead, LayerSite
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
 from kvtool.policies.parts import SlotView
 
 
-class HeadBudgets(Part):
+class HeadBudgets(CutsByHead):
     """The split of a layer's budget over its KV heads.
 
     Attributes:
@@ -54,21 +54,18 @@ class HeadBudgets(Part):
     def clear(self) -> None:
         self.counts = None
 
-    def fixed_heads(self, layer: SlotLayer) -> Tensor | None:
-        heads = layer.slots.heads
-        if not self.split.fixed or layer.slots.kv_heads * heads.processes == 1:
-            return None
-        if self.counts is None:
-            raise RuntimeError("nobody has said what the heads of this layer may keep")
-        counts = self.counts.to(layer.slots.device)
-        return heads.own(counts.expand(layer.slots.batch, -1))
-
     def split_heads(
-        self, layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
+        self, layer: SlotLayer, view: SlotView, importance: Tensor | None, protected: Tensor | None
     ) -> Tensor | None:
         heads = layer.slots.heads
-        if view.positions.shape[1] * heads.processes == 1:
+        if layer.slots.kv_heads * heads.processes == 1:
             return None
+        if importance is None:
+            if not self.split.fixed:
+                return None
+            assert self.counts is not None, "they are fixed as a prompt begins"
+            counts = self.counts.to(layer.slots.device)
+            return heads.own(counts.expand(layer.slots.batch, -1))
         return heads.own(self.split.tokens(self.heads_of(layer, view, importance, protected)))
 
     def heads_of(

@@ -43,9 +43,6 @@ class Parents(Part):
         kept = self.kept(view.positions, layer.seen)
         return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
 
-    def voting_budget(self, budget: LayerBudget) -> LayerBudget:
-        return budget if self.first is None else self.first.budget
-
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
         """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).
 

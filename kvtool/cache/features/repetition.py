@@ -16,7 +16,6 @@ from torch import Tensor
 from kvtool.cache.features.cache_part import Budgets, CachePart
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries, joined, spread_queries
-from kvtool.cache.features.hidden_states import HiddenStates
 from kvtool.cache.features.projection import Projection
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
@@ -294,11 +293,11 @@ def _by_output(layer: SlotLayer, call: Call, index: Tensor) -> tuple[Tensor | No
         (batch, q_len, hidden_size), and (batch, kv_heads, group, count) float32; None and None
         where the policy asks for neither.
     """
-    states, projection = HiddenStates.of(layer), Projection.of(layer)
-    if not layer.policy.repeats_by_output or states is None or projection is None:
+    projection = Projection.of(layer)
+    if not layer.policy.repeats_by_output or projection is None:
         return None, None
     values = take(call.value, index[:, None])
-    return states.take(call.q_len), projection.seen().lengths(values, 2)
+    return call.context.shown_hidden(), projection.seen().lengths(values, 2)
 
 
 def cut_repeated(

@@ -7,7 +7,8 @@ first token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,13 @@ from kvtool.cache.features.sparse_tables import (
     take_slots,
     widened,
 )
+from kvtool.cache.features.trace import Trace
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
+from kvtool.cache.slots.part import AttendsTokens, LayerSite, tensor_bytes
 from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
+from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import group_queries, weighted_values
@@ -37,7 +40,7 @@ from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together
 from kvtool.policies.read.view import Choice, ReadView
 
 
-class SparseIndex(Part):
+class SparseIndex(AttendsTokens):
     """How decode steps read a part of the slots, from the end of a prompt to the next.
 
     Attributes:
@@ -73,16 +76,17 @@ class SparseIndex(Part):
         self.fixed: FixedEntries | None = None
         self.heads = 0  # that ask
 
-    def begin_prompt(self) -> None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
         """Drop the tables: a prompt goes on."""
-        self.entries = self.fixed = None
+        self.entries = self.fixed = self.selected = None
+        return block
 
     def select(self, positions: Tensor | None) -> None:
         """Choose among these tokens only, and those that come behind them."""
         self.selected = positions
 
     @torch.no_grad()
-    def prepare_decode(self, layer: SlotLayer, traffic: TrafficBudgets | None) -> None:
+    def prepare(self, layer: SlotLayer, traffic: TrafficBudgets | None) -> None:
         """Lay out the slots for the reader and make its tables, unless they are there."""
         if self.entries is not None or not layer.is_initialized or traffic is None:
             return
@@ -115,22 +119,21 @@ class SparseIndex(Part):
 
     def allows_static(self, layer: SlotLayer) -> bool:
         """Whether all rows are read alike, and not in full."""
-        if layer.padded or layer.parts.at["note_reads"] or layer.slots.form.codec is not None:
+        if layer.padded or Trace.name in layer.parts or layer.slots.form.codec is not None:
             return False
         together = self._together()
         return together is not None and _sparse(together) and reads_together(self.reader)
 
-    def begin_static(self, layer: SlotLayer) -> None:
+    @contextmanager
+    def static_step(self, layer: SlotLayer) -> Iterator[None]:
         entries, fixed, capacity = self._together(), self.fixed, layer.slots.positions.shape[2]
         assert entries is not None, "a static step was not allowed"
         if fixed is None or fixed.of is not entries or fixed.capacity != capacity:
             self.fixed = fixed = FixedEntries(entries, layer.slots.device, capacity)
         fixed.begin()
-
-    def end_static(self, layer: SlotLayer) -> None:
-        assert self.fixed is not None, "no static step has begun"
-        self.fixed.of.count_token()
-        layer.read(_pairs_read(layer, self.fixed, self.heads))
+        yield
+        fixed.of.count_token()
+        layer.read(_pairs_read(layer, fixed, self.heads))
 
     def _together(self) -> IndexedEntries | None:
         """The entries of all rows, if these are read alike."""
@@ -247,8 +250,9 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         read += numbers
     pair = slots.keys.shape[-1] + slots.values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
-    for noting in layer.parts.at["note_reads"]:
-        noting.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
+    trace = layer.parts.get(Trace.name)
+    if isinstance(trace, Trace):
+        trace.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
     if layer.padded and slots.written is not None:
         slots.fill_to(max(each.longest for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)

@@ -9,7 +9,7 @@ from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.features.deferred_cut import Deferred
 from kvtool.cache.features.head_budgets import HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries
-from kvtool.cache.features.hidden_states import HiddenStates
+from kvtool.cache.features.hidden_states import HiddenNumbers
 from kvtool.cache.features.merge_memory import MergeMemory
 from kvtool.cache.features.parents import Parents
 from kvtool.cache.features.projection import Projection
@@ -29,7 +29,6 @@ FEATURES: tuple[type[Part], ...] = (
     SparseIndex,
     HeadBudgets,
     Deferred,
-    LastQueries,
     HeldQueries,
     CutSchedule,
     QueryWindow,
@@ -37,7 +36,8 @@ FEATURES: tuple[type[Part], ...] = (
     Moments,
     Parents,
     Projection,
-    HiddenStates,
+    HiddenNumbers,
+    LastQueries,  # whose blocks may be stored at once, so behind those that look at them
 )
 
 

@@ -118,8 +118,8 @@ TRITON_DEVICES = frozenset({"cuda"})
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that is among them, by the kernel that fits."""
     codes = layer.attends_codes
-    for part in layer.parts.at["place_token"]:
-        call = part.place_token(layer, call)
+    for part in layer.parts.at["place"]:
+        call = part.place(layer, call, None)
     visible = visible_slots(layer)
     stored = layer.slots.used_stored() if codes else None
     if call.context.shares_kv:

@@ -80,10 +80,8 @@ def part_block(
             whole=not layer.masked and split is None,
             importance=importance,
         )
-        for part in layer.parts.at["show_eviction"]:
-            eviction = part.show_eviction(view, eviction)
         for part in taking:
-            part.take_evicted(layer, eviction)
+            part.take_evicted(layer, view, eviction)
         if form.codec is not None and layer.policy.shown_queries:
             lost = (eviction.evicted_positions >= 0).any(-1)
             kept = kept._replace(stored=_changed_values(form, stored, kept_values, lost))

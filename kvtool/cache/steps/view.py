@@ -292,16 +292,18 @@ def with_empty_slots(
     return importance, unused if protected is None else (protected & over) | unused
 
 
-def last_query_columns(layer: SlotLayer, new: Tensor) -> Tensor:
+def last_query_columns(layer: SlotLayer, view: SlotView, new: Tensor) -> Tensor:
     """Index of the last queries of each batch entry that a policy sees: (batch or 1, rows).
 
     Args:
+        view: of the block that they are in.
         new: (batch or 1, q_len) positions of all queries, -1 = padding.
     """
-    budget = layer.budget
-    for part in layer.parts.at["voting_budget"]:
-        budget = part.voting_budget(budget)
-    count = min(layer.policy.ranking.voters(budget.max_budget), new.shape[1])
+    budget = view.first_layer_budget
+    if budget is None or budget is layer.budget.tokens:
+        budget = layer.budget.max_budget
+    most = int(budget.max()) if isinstance(budget, Tensor) else budget
+    count = min(layer.policy.ranking.voters(most), new.shape[1])
     place = torch.arange(new.shape[1], device=new.device)[None]
     if layer.padded:
         place = torch.where(new >= 0, place, -1).argsort(-1)

@@ -44,12 +44,17 @@ class CacheSettings:
     plan: PlanDocument | None
 
     def __post_init__(self) -> None:
-        _ = self.kv_sharing  # found now: torch.compile cannot trace the lock of the first time
+        _ = self.kv_sharing, self.renumbers  # now: torch.compile cannot trace a first time
 
     @cached_property
     def kv_sharing(self) -> frozenset[int]:
         """The layers whose keys and values later ones read."""
         return frozenset(kv_sharing_layers(self.config))
+
+    @cached_property
+    def renumbers(self) -> bool:
+        """Whether keys are rotated by their places in the cache."""
+        return self.policy.score.positions == "cache"
 
     def __deepcopy__(self, memo: dict) -> CacheSettings:
         return self  # never changed
@@ -69,12 +74,14 @@ class ModelLink:
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
+        hooks: show what enters its attention, as long as a cache holds them; None: nobody asked.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
     shards: KVHeads = ALL_HERE
     head_ranks: Tensor | None = None
     rope: LengthRope | None = None
+    hooks: object = None
 
     def __deepcopy__(self, memo: dict) -> ModelLink:
         return self  # never changed
@@ -157,6 +164,8 @@ class ForwardState:
         in_generate: whether a `generate` runs it, which adds a token a forward to its text.
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
+        hidden: (batch, q_len, hidden_size), what enters the attention of the running layer; None:
+            nobody asked.
         unstored: who attends its tokens, which are not stored; None: they are.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that was announced.
@@ -170,6 +179,7 @@ class ForwardState:
         self.fed = FedTokens()
         self.rope = RopeChoice()
         self.placement: Placement | None = None
+        self.hidden: Tensor | None = None
         self.unstored: Unstored | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -226,6 +236,10 @@ class ForwardState:
     def place(self, placement: Placement | None) -> None:
         """Say where the running forward has placed its tokens."""
         self.placement = placement
+
+    def show_hidden(self, hidden: Tensor | None) -> None:
+        """Note what enters the attention of the layer that runs now."""
+        self.hidden = None if hidden is None else hidden.detach()
 
     def store_nothing(self, attends: Unstored | None) -> None:
         """Say who attends the forwards that follow and are not stored; None: they are."""

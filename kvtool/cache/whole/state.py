@@ -68,11 +68,10 @@ class CacheState(Cache):
         rotations: Sequence[Rotation | None] = (),
         centres: Mapping[int, QueryCentres] | None = None,
         projections: Mapping[int, Callable[[], Tensor]] | None = None,
-        hooks: object = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations, centres, projections, hooks)
+        layers = make_layers(config, policy, self.meter, rotations, centres, projections)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
@@ -124,7 +123,7 @@ class CacheState(Cache):
     @property
     def renumbers(self) -> bool:
         """Whether keys are rotated by their places in the cache."""
-        return self.policy.score.positions == "cache"
+        return self.settings.renumbers
 
     @property
     def text(self) -> Text:
