@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from kvtool.cache.entry.build import attach as attach
 from kvtool.cache.entry.build import build_cache as build_cache
-from kvtool.cache.entry.compressed import attach as attach
-from kvtool.cache.entry.compressed import compressed as compressed
+from kvtool.cache.entry.build import compressed as compressed
 from kvtool.cache.files.load import load_cache as load_cache
 from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtool.cache.entry.build import build_cache
-from kvtool.cache.entry.compressed import attach
+from kvtool.cache.entry.build import attach, build_cache
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache

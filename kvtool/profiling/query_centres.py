@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvtool.cache.tensor_files.centres import (
+from kvtool.cache.tensor_files.heads import (
     CENTRES,
     FREQUENCIES,
     LAYOUT,

@@ -9,8 +9,14 @@ from pathlib import Path
 import kvtool
 from kvtool.cache.features.table import FEATURES, OF_CACHES
 from kvtool.cache.features.trace import Trace
-from kvtool.cache.slots.cut_schedule import CutSchedule
-from kvtool.cache.slots.part import HOOKS, REFUSALS, AttendsTokens, CutsByHead, CutsLater
+from kvtool.cache.slots.part import (
+    HOOKS,
+    REFUSALS,
+    AttendsTokens,
+    CutsByHead,
+    CutSchedule,
+    CutsLater,
+)
 
 CACHE = Path(kvtool.__file__).parent / "cache"
 FILES = [file for room in ("steps", "hooks") for file in sorted((CACHE / room).glob("*.py"))]

@@ -146,12 +146,7 @@ def _latest(positions: Tensor, rows: int) -> Tensor:
 
 
 def _queries(call: Call, new: Tensor, order: Tensor, there: Tensor) -> PromptQueries:
-    """Copy queries of a call.
-
-    Args:
-        order: (batch or 1, rows) their columns.
-        there: bool of the same shape, False where there is none.
-    """
+    """Copy queries of a call."""
     batch, heads = call.query.shape[:2]
     order = order.expand(batch, -1)
     positions = new.expand(batch, -1).gather(1, order).masked_fill(~there, -1)

@@ -91,11 +91,7 @@ class MergeMemory(Part):
 
 
 def _evicted_token(layer: SlotLayer, positions: Tensor) -> Eviction:
-    """Lay out the token evicted for a decoded one, while its key and value are there.
-
-    Args:
-        positions: (batch, kv_heads, 1) of it.
-    """
+    """Lay out the token evicted for a decoded one, while its key and value are there."""
     slots = layer.slots
     assert slots.reuse_slot is not None, "nothing leaves"
     evicted = slots.reuse_slot[..., None]

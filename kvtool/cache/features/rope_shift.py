@@ -77,10 +77,7 @@ class RopeShift(Part):
         return replace(call, key=new, query=query)
 
     def _place_token(self, rotation: Rotation, layer: SlotLayer, call: Call) -> Call:
-        """Bring the slots and the query of a decoded token, which is among them, to their ranks.
-
-        Keys that are stored as codes are brought there where they are attended.
-        """
+        """Bring the slots and the query of a decoded token, which is among them, to their ranks."""
         slots = layer.slots
         held: Count = slots.used - 1
         if layer.padded:
@@ -158,14 +155,7 @@ def _position_ids(
 
 
 def _new_shift(call: Call, held: Count) -> Tensor | None:
-    """How far the new tokens still have to be shifted; None: not at all.
-
-    Args:
-        held: tokens kept before them.
-
-    Returns:
-        (batch or 1, kv_heads or 1, 1) float32.
-    """
+    """How far the new tokens still have to be shifted; None: not at all."""
     placement = call.context.placement
     if placement is None:
         raise RuntimeError("positions=cache, and nobody has placed the new tokens")

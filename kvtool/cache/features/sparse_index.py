@@ -282,10 +282,7 @@ def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tens
 def _attend_rows(
     entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor | None]:
-    """The output of some sequences, (rows, heads, 1, value_dim), and what was read.
-
-    That is how many numbers, and which slots, as `Choice` has them; None: all.
-    """
+    """The output of some sequences, (rows, heads, 1, value_dim), and what was read."""
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)

@@ -250,11 +250,7 @@ class Surprisals(CachePart):
         return {"surprisal": self.table[:, :, : self._layers[0].slots.used]}
 
     def _cut(self, view: SlotView, target: Count, slots: int) -> None:
-        """Keep `target` tokens of each batch entry, in ascending position.
-
-        Args:
-            slots: the largest target, or more.
-        """
+        """Keep `target` tokens of each batch entry, in ascending position."""
         state = self._state()
         forced = self._score.protected(state, view, view.held - target)
         scores = self._score.importance(state, view, None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtool.cache.files.format import bad_file
 from kvtool.cache.whole.cache import KVCache
-from kvtool.cache.whole.rope_lengths import RopeLengths
+from kvtool.cache.whole.settings import RopeLengths
 from kvtool.errors import KvtoolError
 
 _DIGITS = 10  # of a number of tokens, at most

@@ -153,12 +153,7 @@ def _bucket(
     *,
     uneven: bool,
 ) -> SlotLayer:
-    """Make the slot layer of some lanes; what is remembered for all heads stays with the layer.
-
-    Args:
-        form: of the lanes.
-        uneven: whether their counts or budgets differ.
-    """
+    """Make the slot layer of some lanes; what is remembered for all heads stays with the layer."""
     entries = lanes.entries
     own = [part.for_heads(lanes) for part in layer.parts.values()]
     parts = [part for part in own if part is not None]
@@ -179,11 +174,7 @@ def _bucket(
 
 
 def _bins(lanes: Iterable[int], needs: list[int], exact: bool = False) -> list[list[int]]:
-    """Put lanes together whose needs are close; the widest first, and lanes in ascending order.
-
-    Args:
-        exact: only those whose needs are equal.
-    """
+    """Put lanes together whose needs are close; the widest first, and lanes in ascending order."""
     bins: list[list[int]] = []
     for lane in sorted(lanes, key=lambda lane: -needs[lane]):
         widest = needs[bins[-1][0]] if bins else 0

@@ -23,11 +23,17 @@ from torch.nn import functional
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import Correction
-from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
+from kvtool.cache.steps.attend import (
+    SharedKV,
+    attend_codes,
+    attend_unseen,
+    call_weights,
+    call_weights_lse,
+    share_kv,
+)
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import last_query_columns, make_rows
 from kvtool.kernels.kind import Family
 from kvtool.maths.attention import can_fuse, fused_attention, visible_keys, weighted_values

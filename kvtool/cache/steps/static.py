@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.counts import Addresses
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 
 
 def may_grow(layer: SlotLayer) -> bool:

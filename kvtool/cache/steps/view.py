@@ -12,8 +12,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.attention import attention_weights, visible_keys
 from kvtool.maths.columns import add_columns

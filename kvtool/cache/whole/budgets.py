@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.cuts import Deferred, HeadBudgets
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
@@ -356,12 +355,7 @@ class StoredBudgets:
         return rows
 
     def _of_heads(self, place: int, tokens: int, n: int) -> list[int]:
-        """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known.
-
-        Args:
-            place: of the layer among those of free budget.
-            tokens: of the layer, per head in the mean.
-        """
+        """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known."""
         split, shape = self.policy.head_split, self.facts.layers[self._free[place].index]
         if split is None or not split.fixed or shape is None:
             return [tokens]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.deferred_cut import cut_deferred
+from kvtool.cache.features.cuts import cut_deferred
 from kvtool.cache.features.rope_shift import place_forward
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.call import Placement, Unstored
-from kvtool.cache.whole.rope_lengths import LengthRope, RopeChoice
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
@@ -125,10 +124,7 @@ class FedTokens:
         self.parts[:] = [] if ids is None else [(end, ids)]
 
     def _joined(self) -> tuple[int, Tensor | None]:
-        """How far the text is known, and the ids behind what was noted before, if there are any.
-
-        What comes behind a forward that was not noted is left out.
-        """
+        """How far the text is known, and the ids behind what was noted before, if there are any."""
         end = 0 if self.start is None else self.start
         ids: list[Tensor] = []
         for seen, part in self.parts if self.start is not None else []:
@@ -253,3 +249,75 @@ class ForwardState:
         """Return which logits the caller has asked for, once."""
         wanted, self.logits_asked = self.logits_asked, 0
         return wanted
+
+
+@dataclass(frozen=True)
+class LengthRope:
+    """How the factors of a model's RoPE depend on the length of the text.
+
+    Attributes:
+        thresholds: ascending; up to each of these lengths the same factors hold.
+        grows: whether every length above the last threshold has factors of its own; else all of
+            them share one set.
+    """
+
+    thresholds: tuple[int, ...]
+    grows: bool
+
+    def factors_for(self, length: int) -> int:
+        """Return one length for all lengths with the factors of this one."""
+        for threshold in self.thresholds:
+            if length <= threshold:
+                return threshold
+        return length if self.grows else self.thresholds[-1] + 1
+
+    def serve(self, factors: int, length: int) -> bool:
+        """Return whether the factors of one length can read a text that has come to another."""
+        longest = self.longest(factors)
+        return longest is None or length <= longest
+
+    def longest(self, factors: int) -> int | None:
+        """Return the longest text that the factors of one length serve; None: any."""
+        return factors if self.grows or factors in self.thresholds else None
+
+
+@dataclass(frozen=True)
+class RopeChoice:
+    """What a cache knows of its factors.
+
+    Attributes:
+        chosen: for which lengths they were chosen; None: they have not been, or do not depend on
+            the length.
+        expected: tokens that the whole text will have at least, as far as is known.
+        serves: tokens, with padding, up to which they are known to serve all batch entries.
+    """
+
+    chosen: RopeLengths | None = None
+    expected: int = 0
+    serves: int = 0
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """The lengths for which the factors of a cache were chosen.
+
+    Attributes:
+        lengths: one for each batch entry, or one for all; as `LengthRope.factors_for` returns them.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> RopeLengths:
+        """Note one length for each batch entry, or a single one where all are equal."""
+        return cls(tuple(lengths[:1] if len(set(lengths)) == 1 else lengths))
+
+    def of_entries(self, batch: int) -> list[int]:
+        """Return the length of each batch entry."""
+        return list(self.lengths) * batch if len(self.lengths) == 1 else list(self.lengths)
+
+    def reindexed(self, change: Callable[[Tensor], Tensor]) -> RopeLengths:
+        """Follow the batch entries that transformers reorders, repeats or selects."""
+        if len(self.lengths) == 1:
+            return self
+        return RopeLengths.of(change(torch.tensor(self.lengths)).tolist())

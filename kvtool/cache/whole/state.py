@@ -13,18 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvtool.cache.features.head_budgets import rank_heads
+from kvtool.cache.features.cuts import rank_heads
 from kvtool.cache.features.table import make_cache_parts
 from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
-from kvtool.cache.steps.groups import LayerGroups
+from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.whole.budgets import ModelFacts, StoredBudgets
 from kvtool.cache.whole.layers import make_layers
 from kvtool.cache.whole.report import CacheReport, make_report
-from kvtool.cache.whole.rope_lengths import RopeChoice, RopeLengths
-from kvtool.cache.whole.settings import CacheSettings, ForwardState, ModelLink, Text
+from kvtool.cache.whole.settings import (
+    CacheSettings,
+    ForwardState,
+    ModelLink,
+    RopeChoice,
+    RopeLengths,
+    Text,
+)
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError

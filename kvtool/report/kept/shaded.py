@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvtool.cache.whole.kept import KeptTokens
+    from kvtool.cache.whole.report import KeptTokens
 
 
 @dataclass(frozen=True)

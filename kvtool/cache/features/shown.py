@@ -1,19 +1,25 @@
-"""What a score makes of the hidden states that enter a layer's attention, beside the slots."""
+"""What a policy sees beside slots: hidden states, the output projection, the layers above."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.part import Lanes, LayerSite, Part
 from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
+from kvtool.policies.evidence import OutputProjection
 from kvtool.policies.guard import fault
 from kvtool.policies.numbers import State
+from kvtool.policies.parts import SlotView
 
 
 class HiddenNumbers(Part):
@@ -101,3 +107,85 @@ def write(slots: SlotBuffers, numbers: State) -> None:
             slots.state[name].narrow(2, slots.used - 1, 1).copy_(number)
         else:
             slots.state[name].scatter_(2, slots.written, number)
+
+
+class Projection(Part):
+    """Where a layer finds the weight of its output projection, which stays the model's.
+
+    Attributes:
+        weight: returns it, (hidden_size, heads * value_dim); None: no model is known.
+    """
+
+    name = "projection"
+    joins_decode = False
+    refusals: Mapping[str, str] = {
+        "eager": "policy `{policy}` looks at what the output projection makes of values, "
+        "and the eager attention of `{model}` does not show it",
+        "latents": "policy `{policy}`",
+    }
+
+    def __init__(
+        self, weight: Callable[[], Tensor] | None, heads: Tensor | None = None, kv_heads: int = 1
+    ) -> None:
+        self.weight, self._heads, self._kv_heads = weight, heads, kv_heads
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Projection | None:
+        return cls(site.projection) if site.policy.sees_projection else None
+
+    def seen(self) -> OutputProjection:
+        """Return it as a policy sees it."""
+        if self.weight is None:
+            raise RuntimeError("this cache was made without a model")
+        return OutputProjection(self.weight(), self._heads, self._kv_heads)
+
+    def for_heads(self, lanes: Lanes) -> Projection:
+        return Projection(self.weight, lanes.heads, lanes.kv_heads)
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        return replace(view, projections=(*view.projections, self.seen()))
+
+
+class Parent(Protocol):
+    """A layer above, as far as those below look at it."""
+
+    budget: LayerBudget
+
+    def stored_positions(self) -> Tensor: ...
+
+
+class Parents(Part):
+    """The first layer of free budget and the one right above; none above the first."""
+
+    name = "parents"
+    joins_padded = False
+
+    def __init__(self, first: Parent | None = None, above: Parent | None = None) -> None:
+        self.first, self.above = first, above
+
+    @classmethod
+    def make(cls, site: LayerSite) -> Parents | None:
+        if site.policy.score.layer_tokens != "nested":
+            return None
+        return cls(site.above[0], site.above[-1]) if site.above else cls()
+
+    def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
+        if self.first is None:
+            return view
+        kept = self.kept(view.positions, layer.seen)
+        return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
+
+    def kept(self, positions: Tensor, seen: int) -> Tensor | None:
+        """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).
+
+        Args:
+            positions: (batch, kv_heads, slots).
+            seen: tokens seen, padding included.
+        """
+        if self.above is None:
+            return None
+        kept = self.above.stored_positions()[:, 0].long().to(positions.device)
+        count = seen + 1  # an empty slot, -1, counts as the last one
+        known = torch.zeros(kept.shape[0], count, dtype=torch.bool, device=positions.device)
+        known.scatter_(1, kept.remainder(count), True)[:, -1] = False
+        return known.gather(1, positions[:, 0].long().remainder(count))[:, None]
