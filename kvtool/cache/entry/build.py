@@ -191,27 +191,20 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
             Also unequal ones for a policy whose layers compete for one budget.
     """
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
-    hint = "plan with --allocator uniform, or give a budget"
-    split = policy.head_split
+    split, relation, uneven = policy.head_split, policy.score.layer_tokens, len(set(tokens)) > 1
     uniform = plan.layers.allocator == Uniform.name  # which may leave layers a token apart
-    if split is not None and split.across_layers and len(set(tokens)) > 1 and not uniform:
-        raise UsageError(
-            f"the layers of policy `{policy}` compete for one budget, "
-            f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint=hint,
-        )
-    if policy.score.layer_tokens == "same" and len(set(tokens)) > 1:
-        raise UsageError(
-            f"policy `{policy.score.name}` keeps the same tokens in all layers, "
-            f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint=hint,
-        )
-    if policy.score.layer_tokens == "nested" and tokens != sorted(tokens, reverse=True):
-        raise UsageError(
+    gives, why = f"the plan gives them {min(tokens)} to {max(tokens)}", None
+    if split is not None and split.across_layers and uneven and not uniform:
+        why = f"the layers of policy `{policy}` compete for one budget, and {gives}"
+    elif relation == "same" and uneven:
+        why = f"policy `{policy.score.name}` keeps the same tokens in all layers, and {gives}"
+    elif relation == "nested" and tokens != sorted(tokens, reverse=True):
+        why = (
             f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
-            "and the plan gives a layer more than the one above",
-            hint=hint,
+            "and the plan gives a layer more than the one above"
         )
+    if why is not None:
+        raise UsageError(why, hint="plan with --allocator uniform, or give a budget")
 
 
 def kernel_of(model: PreTrainedModel) -> str:

@@ -194,8 +194,7 @@ class Calibration(Part):
 
     def _last_rows(self, query: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Which sequences end in a chunk of queries, (batch,), and where, (batch, heads, 1)."""
-        if self._last is None:
-            raise RuntimeError("no block is running")
+        assert self._last is not None, "a block is running"
         place = self._last - start
         inside = (place >= 0) & (place < query.shape[2])
         index = place.clamp(0, query.shape[2] - 1)[:, None, None]

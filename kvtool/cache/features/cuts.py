@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from kvtool.cache.steps.view import used_view
 from kvtool.maths.columns import column_variance
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
-from kvtool.policies.numbers import Count, KVHeads, at_least_zero
+from kvtool.policies.numbers import Count, at_least_zero
 from kvtool.policies.parts import SlotView
 
 
@@ -26,7 +26,7 @@ class HeadBudgets(CutsByHead):
     Attributes:
         split: how it is split.
         rank: (kv_heads,) integers, place of each head among the `ranked` of the model, 0 for the
-            one that most needs the whole text; None where heads are not ranked.
+            one that most needs the whole text; None: heads are not ranked.
         counts: (batch or 1, kv_heads) int64 on the host, the tokens of each head for the running
             prompt, where they are fixed.
     """
@@ -105,25 +105,12 @@ def rank_heads(layers: Sequence[SlotLayer], ranks: Tensor) -> None:
             part.set_ranks(own, among.numel())
 
 
-@dataclass(frozen=True)
-class DeferredScores:
-    """The scores of what waits to be cut.
-
-    Attributes:
-        importance: (batch, kv_heads, slots) float32.
-        block: tokens of each batch entry in the last block.
-    """
-
-    importance: Tensor
-    block: Count
-
-
 class Deferred(CutsLater):
     """Column sums of a prompt's attention, and its scores, until all layers have been seen.
 
     Attributes:
         queries: tokens of each batch entry that have been summed.
-        scores: of the last block.
+        scores: (batch, kv_heads, slots) float32 of the last block, and its tokens by batch entry.
     """
 
     name = "deferred"
@@ -140,7 +127,7 @@ class Deferred(CutsLater):
         self.active = False
         self.sums = None
         self.queries: Count = 0
-        self.scores: DeferredScores | None = None
+        self.scores: tuple[Tensor, Count] | None = None
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.sums = None if self.sums is None else change(self.sums)
@@ -157,38 +144,33 @@ class Deferred(CutsLater):
         self.sums, self.queries = sums, self.queries + queries
 
     def wait(self, importance: Tensor, block: Count) -> None:
-        self.scores = DeferredScores(importance, block)
+        self.scores = importance, block
 
-    def end(self) -> DeferredScores | None:
-        """Return the scores, and forget everything: the cut is being made."""
-        scores = self.scores
-        self.clear()
-        return scores
 
-    def measure(self, positions: Tensor, heads: KVHeads) -> Tensor:
-        """Measure the variance of the column sums, over the slots that hold a token.
+def measure(layer: SlotLayer) -> Tensor:
+    """Measure the variance of the column sums of a layer that waits, over its filled slots.
 
-        Args:
-            positions: (batch, kv_heads, slots), -1 = empty.
-
-        Returns:
-            (batch, 3) float64: the variance, mean over query heads; the queries; the slots that
-            hold a token, mean over KV heads.
-        """
-        if self.sums is None:
-            raise RuntimeError("no block of this prompt has been attended")
-        stored = positions >= 0
-        variance = column_variance(self.sums, stored[:, :, None]).mean(2)
-        held = stored.sum(-1).double()
-        queries = torch.as_tensor(self.queries, device=held.device).expand(len(held), 1, 1)
-        numbers = [heads.mean(variance), queries[:, 0, 0], heads.mean(held)]
-        return torch.stack([number.double() for number in numbers], -1)
+    Returns:
+        (batch, 3) float64: the variance, mean over query heads; the queries; the filled slots, mean
+        over KV heads.
+    """
+    part, slots = Deferred.of(layer), layer.slots
+    assert part is not None, "which waits"
+    assert part.sums is not None, "a block has been attended"
+    stored, heads = slots.positions[:, :, : slots.used] >= 0, slots.heads
+    variance = column_variance(part.sums, stored[:, :, None]).mean(2)
+    held = stored.sum(-1).double()
+    queries = torch.as_tensor(part.queries, device=held.device).expand(len(held), 1, 1)
+    numbers = [heads.mean(variance), queries[:, 0, 0], heads.mean(held)]
+    return torch.stack([number.double() for number in numbers], -1)
 
 
 def cut_deferred(layer: SlotLayer) -> None:
     """Cut what was deferred to the budget that the layer has got meanwhile."""
     part = Deferred.of(layer)
-    scores = None if part is None else part.end()
+    assert part is not None, "which was deferred"
+    scores = part.scores
+    part.clear()
     layer.grow_exactly(False)
     split = layer.budget.by_head is not None
     if scores is None or (layer.slots.used <= layer.budget.min_budget and not split):
@@ -197,10 +179,11 @@ def cut_deferred(layer: SlotLayer) -> None:
             held.clear()
         return
     used = layer.slots.used_slots()
-    view = replace(used_view(layer), block=scores.block)
+    importance, block = scores
+    view = replace(used_view(layer), block=block)
     evicted = at_least_zero(view.held - layer.budget.tokens)
     protected = layer.policy.ranking.protected(used.state, view, evicted)
-    note_scores(layer, view, scores.importance, protected)
-    cut(layer, view, used.state, None, scores.importance, protected)
+    note_scores(layer, view, importance, protected)
+    cut(layer, view, used.state, None, importance, protected)
     if layer.ragged is None:
         layer.slots.shrink(layer.slots.used + layer.policy.spare)

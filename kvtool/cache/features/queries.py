@@ -74,8 +74,8 @@ class QueryWindow(Part):
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Return queries as (batch, kv_heads, group, rows, head_dim), and which there are."""
-        if self.query is None or self.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert self.query is not None, "a prompt has been seen"
+        assert self.positions is not None, "a prompt has been seen"
         return group_queries(self.query, kv_heads), self.positions >= 0
 
     def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
@@ -110,8 +110,8 @@ class QueryWindow(Part):
             query: (batch, heads, 1, head_dim).
             position: one number, or (batch or 1, 1), -1 where an entry has padding instead.
         """
-        if self.query is None or self.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert self.query is not None, "a prompt has been seen"
+        assert self.positions is not None, "a prompt has been seen"
         self.scale, self.softcap = scale, softcap
         if isinstance(position, Tensor):
             position = position.expand(len(query), 1)
@@ -368,8 +368,6 @@ class Moments(Part):
 
     def summary(self) -> QueryMoments:
         """Return them as a score sees them."""
-        if not self.state:
-            raise RuntimeError("no block has been attended")
         covariance = None
         if self.asked.covariance:
             covariance = self.state["scatter"] / self.state["count"].clamp(min=1)[..., None, None]

@@ -300,8 +300,7 @@ def cut_repeated(
     judged = []
     for layer in layers:
         part, used = HeadBudgets.of(layer), layer.slots.used_slots()
-        if part is None:
-            raise RuntimeError("heads that compete have budgets of their own")
+        assert part is not None, "heads that compete have budgets of their own"
         repeated = _repeated(layer, weights, spans, used.positions)
         view = replace(used_view(layer), repeated=repeated)
         evicted = at_least_zero(view.held - layer.budget.tokens)
@@ -309,10 +308,8 @@ def cut_repeated(
         note_scores(layer, view, importance, protected)
         heads = part.heads_of(layer, view, importance, protected)
         judged.append((view, importance, protected, heads))
-    split = HeadBudgets.of(layers[0])
-    if split is None:
-        raise RuntimeError("heads that compete have budgets of their own")
-    tokens = split.split.tokens_of([heads for *_, heads in judged])
+        split = part.split
+    tokens = split.tokens_of([heads for *_, heads in judged])
     for layer, (view, importance, protected, _), own in zip(layers, judged, tokens, strict=True):
         held, used = HeldQueries.of(layer), layer.slots.used_slots()
         if held is not None:

@@ -157,8 +157,7 @@ def _position_ids(
 def _new_shift(call: Call, held: Count) -> Tensor | None:
     """How far the new tokens still have to be shifted; None: not at all."""
     placement = call.context.placement
-    if placement is None:
-        raise RuntimeError("positions=cache, and nobody has placed the new tokens")
+    assert placement is not None, "a forward places its tokens"
     start = placement.start
     if isinstance(start, Tensor):
         start = start.view(-1, 1, 1)

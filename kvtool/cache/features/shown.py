@@ -135,8 +135,7 @@ class Projection(Part):
 
     def seen(self) -> OutputProjection:
         """Return it as a policy sees it."""
-        if self.weight is None:
-            raise RuntimeError("this cache was made without a model")
+        assert self.weight is not None, "this cache was made for a model"
         return OutputProjection(self.weight(), self._heads, self._kv_heads)
 
     def for_heads(self, lanes: Lanes) -> Projection:

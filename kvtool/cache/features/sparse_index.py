@@ -111,7 +111,7 @@ class SparseIndex(AttendsTokens):
         if layer.seen_device is not None and self.fixed is not None:
             keys, values = layer.slots.keys, layer.slots.values
             self.fixed.append(keys, values)
-            out, _, _ = _attend_padded(self.fixed, call, keys, values)
+            out, _, _ = _attend(self.fixed, call, keys, values)
             return out
         if self.entries is None:
             return None
@@ -244,7 +244,7 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         if len(entries) > 1:
             keys, values = keys[each.rows], values[each.rows]
         each.append(keys, values)
-        part, numbers, choice = _attend_entries(each, call, keys, values)
+        part, numbers, choice = _attend(each, call, keys, values)
         out.append(part)
         chosen.append(choice)
         read += numbers
@@ -259,17 +259,6 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
     return out[0] if len(out) == 1 else torch.cat(out)
 
 
-def _attend_entries(
-    entries: Entries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int, Tensor | None]:
-    """Attend to what is chosen: the output, how many numbers that reads, and which slots."""
-    if isinstance(entries, PaddedEntries):
-        return _attend_padded(entries, call, keys, values)
-    if isinstance(entries, IndexedEntries):
-        return _attend_rows(entries, call, keys, values)
-    raise TypeError(f"no entries of a layer: {type(entries)}")
-
-
 def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tensor:
     """Positions of the tokens that were attended to, (rows, kv_heads, read), -1 = none."""
     positions = layer.slots.positions[entries.rows]
@@ -279,28 +268,48 @@ def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tens
     return found.masked_fill(slots.flatten(2) < 0, -1)
 
 
-def _attend_rows(
-    entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
+@dataclass(frozen=True)
+class _Chosen:
+    """Slots that are read, None: all; how many numbers that reads; and what stands for the rest."""
+
+    slots: Tensor | None
+    numbers: int
+    weight: Tensor | None = None
+    rest: Tensor | None = None
+
+
+def _attend(
+    entries: Entries | FixedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor | None]:
-    """The output of some sequences, (rows, heads, 1, value_dim), and what was read."""
+    """Attend to what is chosen.
+
+    Returns:
+        (rows, heads, 1, value_dim), how many numbers that reads, and the slots, -1 for none.
+    """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
-    grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
-    choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)
-    slots = choice.slots
-    if slots is not None and entries.index is not None:
-        slots = entries.index.gather(2, slots.flatten(2)).view(slots.shape)
-    if slots is not None and can_run(call, Family.SLOTS):
-        out, pairs = attend_chosen(call, query, keys, values, slots), slots.numel()
+    grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
+    if isinstance(entries, IndexedEntries):
+        choice = _choose(entries, call, grouped, keys)
+        slots = there = choice.slots
     else:
-        if slots is None:
+        choice = _choose_padded(entries, call, grouped, keys)
+        slots = there = choice.slots
+        assert slots is not None, "rows of a padded batch list what they read"
+        stands, there = slots >= 0, slots.clamp(min=0)  # a slot in use, whose numbers are finite
+    if there is not None and entries.index is not None:
+        slots = there = entries.index.gather(2, there.flatten(2)).view(there.shape)
+        if stands is not None:
+            slots = slots.masked_fill(~stands, -1)
+    if slots is not None and can_run(call, Family.SLOTS):
+        out = attend_chosen(call, query, keys, values, slots, padded=stands is not None)
+    else:
+        if there is None:
             key, value = entries.candidates(keys), entries.candidates(values)
         else:
-            key, value = take_slots(slots, keys, values)
-        out, pairs = _attend_pairs(call, query, key, value), key.shape[:-1].numel()
-    out = _with_rest(out, grouped, choice.weight, choice.rest)
-    rows_and_heads = keys.shape[0] * keys.shape[1]
-    pair = keys.shape[-1] + values.shape[-1]
-    return out, choice.estimate * rows_and_heads + pairs * pair, slots
+            key, value = take_slots(there, keys, values)
+        mask = None if stands is None else stands.flatten(1, -2)
+        out = _attend_pairs(call, query, key, value, mask)
+    return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
 
 
 def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor | None) -> Tensor:
@@ -312,40 +321,9 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
     return mixed.to(out.dtype).view_as(out)
 
 
-def _attend_padded(
-    entries: PaddedEntries | FixedEntries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int, Tensor]:
-    """The same for sequences of different lengths at once; of the slots, -1 stands for none."""
-    grouped = group_queries(call.query, keys.shape[1])[:, :, :, 0]
-    choice = _choose_padded(entries, call, grouped, keys)
-    slots = choice.slots
-    stands = slots >= 0
-    if entries.index is not None:
-        slots = entries.index.gather(2, slots.clamp(min=0).flatten(2)).view(slots.shape)
-        slots = slots.masked_fill(~stands, -1)
-    if can_run(call, Family.SLOTS):
-        out = attend_chosen(call, call.query, keys, values, slots, padded=True)
-    else:
-        there = slots.clamp(min=0)  # a slot in use, whose numbers are finite
-        key, value = take_slots(there, keys, values)
-        out = _attend_pairs(call, call.query, key, value, stands.flatten(1, -2))
-    out = _with_rest(out, grouped, choice.weight, choice.rest)
-    return out, choice.numbers, slots
-
-
-@dataclass(frozen=True)
-class _PaddedChoice:
-    """Slots of all sequences, those that read all included, and how many numbers that reads."""
-
-    slots: Tensor
-    numbers: int
-    weight: Tensor | None = None
-    rest: Tensor | None = None
-
-
 def _choose_padded(
     entries: PaddedEntries | FixedEntries, call: Call, query: Tensor, keys: Tensor
-) -> _PaddedChoice:
+) -> _Chosen:
     dense, tokens, heads = entries.dense, entries.tokens, keys.shape[1]
     pair = keys.shape[-1] + call.value.shape[-1]
     whole = [count for count, alone in zip(tokens.known, dense, strict=True) if alone]
@@ -354,7 +332,7 @@ def _choose_padded(
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
         every = drop_beyond(every, tokens)
     if every is not None and all(dense):
-        return _PaddedChoice(every, sum(whole) * heads * pair)
+        return _Chosen(every, sum(whole) * heads * pair)
     view = RowsView(
         query=query,
         keys=entries.candidates(keys) if entries.index is None else keys,
@@ -378,7 +356,7 @@ def _choose_padded(
         of_lists, whole_rows = (alone[..., None], every[:, :, None]) if by_query else (alone, every)
         slots = torch.where(of_lists, whole_rows, slots)
         weight = None if weight is None else torch.where(alone, 1.0, weight)
-    return _PaddedChoice(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
+    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
 
 
 def _attend_pairs(
@@ -392,15 +370,19 @@ def _attend_pairs(
     return packed_attention(query, key, value, mask, call.scale)
 
 
-def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> Choice:
-    sinks = None if call.sinks is None else call.sinks.view(query.shape[1], -1)
-    view = ReadView(
-        query=query,
-        keys=entries.candidates(keys) if entries.index is None else keys,
-        tables=entries.tables or {},
-        tokens=entries.tokens,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=sinks,
-    )
-    return entries.reader.choose(view)
+def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> _Chosen:
+    choice, lists = Choice(None), keys.shape[0] * keys.shape[1]
+    if not entries.dense:
+        view = ReadView(
+            query=query,
+            keys=entries.candidates(keys) if entries.index is None else keys,
+            tables=entries.tables or {},
+            tokens=entries.tokens,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.view(query.shape[1], -1),
+        )
+        choice = entries.reader.choose(view)
+    pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
+    numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
+    return _Chosen(choice.slots, numbers, choice.weight, choice.rest)

@@ -68,8 +68,7 @@ class TrafficBudgets:
     @property
     def reader_part(self) -> Read:
         """The reader as the policy has it."""
-        if self.policy.reader is None:
-            raise RuntimeError(f"policy `{self.policy}` reads all that it stores")
+        assert self.policy.reader is not None, "these are budgets of readers"
         return self.policy.reader
 
     def end(self, row: int) -> int:

@@ -9,7 +9,7 @@ in the table there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -266,11 +266,10 @@ class AttendsTokens(Part):
         Args:
             traffic: the cache's `kvtool.cache.features.traffic.TrafficBudgets`; None: it has none.
         """
-        raise NotImplementedError
 
     def attend_token(self, layer: Any, call: Any) -> Tensor | None:
         """Return (batch, heads, 1, value_dim); None: the layer attends the token itself."""
-        raise NotImplementedError
+        return None
 
     def select(self, positions: Tensor) -> None:
         """Note which tokens a score has chosen that evicts none.
@@ -278,11 +277,10 @@ class AttendsTokens(Part):
         Args:
             positions: (batch, kv_heads, slots), -1 = empty.
         """
-        raise NotImplementedError
 
     def static_step(self, layer: Any) -> AbstractContextManager[None]:
         """Put what a static step reads where it looks for it, and count what it has done."""
-        raise NotImplementedError
+        return nullcontext()
 
 
 class CutsByHead(Part):
@@ -299,7 +297,7 @@ class CutsByHead(Part):
                 on it is returned, and each head then scored as if it had a cache to itself.
             protected: what stays in any case.
         """
-        raise NotImplementedError
+        return None
 
 
 class CutsLater(Part):
@@ -316,11 +314,9 @@ class CutsLater(Part):
 
     def add(self, sums: Tensor, queries: Count) -> None:
         """Add what the slots have received of a block, by the number of queries of each entry."""
-        raise NotImplementedError
 
     def wait(self, importance: Tensor, block: Count) -> None:
         """Keep the scores of a block until the cut, with the number of tokens of each entry."""
-        raise NotImplementedError
 
 
 class Parts(dict[str, Part]):

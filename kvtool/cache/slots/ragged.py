@@ -101,8 +101,7 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
         slots: (batch, kv_heads, slots, ..), in ascending position, -1 at the end where a head keeps
             fewer.
     """
-    if layer.budget.by_head is None:
-        raise RuntimeError("the heads of this layer keep equally many tokens")
+    assert layer.budget.by_head is not None, "heads keep different counts"
     heads = slots.positions.shape[1]
     budgets: list[int] = layer.budget.by_head.flatten().tolist()
     filled: list[int] = (slots.positions >= 0).sum(-1).flatten().tolist()

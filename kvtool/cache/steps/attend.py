@@ -57,8 +57,7 @@ def attend_codes(
         needs_lse: whether the log-sum-exp is needed.
     """
     form = layer.slots.form
-    if not isinstance(form, CodedForm):
-        raise RuntimeError("the slots of this layer hold no codes")
+    assert isinstance(form, CodedForm), "these slots hold codes"
     products, sinks, lse = _products(layer, form, call, stored), call.sinks, None
     if sinks is not None and sinks.dim() == 1:
         sinks = sinks.view(products.shape[1], -1)
@@ -93,8 +92,7 @@ def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:
     for own, part in _slices(stored):
         means = torch.matmul(flat[..., own], form.rounded_values(part))
         total = means if total is None else total + means
-    if total is None:
-        raise RuntimeError("a decoded token has nothing to attend to, not even itself")
+    assert total is not None, "a decoded token attends to itself"
     rotation = form.rotations[1]
     return (total if rotation is None else rotation.rotate_back(total)).flatten(1, 2)[:, :, None]
 

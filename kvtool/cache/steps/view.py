@@ -211,14 +211,11 @@ def vote_again(
     """
     if not policy.votes_again:
         return view, rows
-    if len(view.queries) != len(view.keys):
-        raise RuntimeError("nobody has shown the newest queries")
     weights, seen = [], []
     places = view.positions.chunk(len(view.keys))
     for keys, newest, positions in zip(view.keys, view.queries, places, strict=True):
         query, valid = newest.by_kv_head(keys.shape[1])
-        if newest.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert newest.positions is not None, "a prompt has been seen"
         visible = visible_keys(newest.positions, positions)
         found = attention_weights(
             query.to(keys.dtype),

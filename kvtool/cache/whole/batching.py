@@ -112,8 +112,6 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
         _hold(each, slots, width)
     met = [_tensors(other) for other in others]
     layer.reindex(lambda tensor: torch.cat([tensor, *(next(each) for each in met)]))
-    if any(next(each, None) is not None for each in met):
-        raise RuntimeError("caches that are joined must keep the same things")
     form = layer.slots.form
     if isinstance(form, CodedForm):
         layer.slots.set_form(form.with_ranges(form.ranges, shifted=shifted))

@@ -19,7 +19,7 @@ from kvtool.policies.numbers import KVHeads
 
 @dataclass(frozen=True)
 class CacheReport:
-    """What a cache holds, counted from its tensors.
+    """What a cache holds.
 
     Attributes:
         tokens_seen: tokens of the longest sequence, padding excluded.
@@ -87,91 +87,47 @@ def make_report(
             count what is here.
     """
     slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
-    kept = [_kept(layer) if isinstance(layer, SlotLayer) else 0 for layer in layers]
-    kept.append(any(_lacks_tokens(layer, seen) for layer in slots))
+    used = [layer for layer in slots if layer.is_initialized]
+    filled = {each.index: (each.stored_positions() >= 0).sum(-1) for each in used}
+    full = {each.index: _full_tokens(each, seen) * each.slots.kv_heads for each in used}
+    kept = [
+        int(filled[i].max()) if i in filled and len(filled[i]) else 0 for i in range(len(layers))
+    ]
+    kept.append(any(int(filled[i].sum()) < tokens for i, tokens in full.items()))
+    stores = [store.slots for layer in used for store in layer.stores]
+    allocated = sum(store.kv_bytes for store in stores)
+    beside = sum(part.nbytes for layer in used for part in layer.parts.values())
     aside = [Calibration.of(each) if isinstance(each, SlotLayer) else None for each in layers]
-    sizes = _sizes(slots, seen, peak=peak, extra=extra)
+    sizes = [
+        sum(int(filled[each.index].sum()) * each.slots.token_bytes for each in used),
+        allocated,
+        sum(store.state_bytes for store in stores) + beside + extra,
+        sum(full[each.index] * each.slots.full_token_bytes for each in used),
+        max(peak, allocated),
+        sum(part.store.host_bytes for part in aside if part is not None),
+        round(sum(_bytes_read(each) for each in used)),
+    ]
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
         sizes = shards.total(torch.tensor(sizes, device=device)).tolist()
         kept = shards.most(torch.tensor(kept, device=device)).tolist()
     *kept, evicted = kept
     frequency = [None if part is None else part.recompute_frequency for part in aside]
+    whole = [layer for layer in slots if layer.window is None] or slots
     return CacheReport(
         tokens_seen=max(seen),
         kept_per_layer=kept,
         **dict(zip(_SIZES, sizes, strict=True)),
-        traffic_pairs=_pairs_read(slots),
+        traffic_pairs=sum(layer.pairs_read for layer in whole) / len(whole),
         recompute_frequency=frequency if any(aside) else None,
         evicted=bool(evicted),
     )
 
 
-def _sizes(slots: Sequence[SlotLayer], seen: list[int], *, peak: int, extra: int) -> list[int]:
-    """Count the bytes of layers, in the order of `_SIZES`."""
-    allocated = sum(store.slots.kv_bytes for layer in slots for store in layer.stores_in_use)
-    aside = [part for part in map(Calibration.of, slots) if part is not None]
-    return [
-        sum(_filled_bytes(layer) for layer in slots),
-        allocated,
-        sum(_state_bytes(layer) for layer in slots) + extra,
-        sum(_full_bytes(layer, seen) for layer in slots),
-        max(peak, allocated),
-        sum(part.store.host_bytes for part in aside),
-        round(sum(bytes_read(layer) for layer in slots)),
-    ]
-
-
-def _pairs_read(slots: Sequence[SlotLayer]) -> float:
-    """Average what layers have read of the last decoded token's pairs, windows left out if any."""
-    whole = [layer for layer in slots if layer.window is None] or slots
-    return sum(layer.pairs_read for layer in whole) / len(whole)
-
-
-def _kept(layer: SlotLayer) -> int:
-    """Filled slots of the fullest KV head."""
-    if not layer.is_initialized:
-        return 0
-    filled = (layer.stored_positions() >= 0).sum(-1)
-    return int(filled.max()) if filled.numel() else 0
-
-
-def _filled_bytes(layer: SlotLayer) -> int:
-    """Bytes of the keys and values of filled slots."""
-    if not layer.is_initialized:
-        return 0
-    return int((layer.stored_positions() >= 0).sum()) * layer.slots.token_bytes
-
-
-def _lacks_tokens(layer: SlotLayer, seen: list[int]) -> bool:
-    """Whether fewer slots are filled than nothing evicted would fill."""
-    if not layer.is_initialized:
-        return False
-    filled = int((layer.stored_positions() >= 0).sum())
-    return filled < _full_tokens(layer, seen) * layer.slots.kv_heads
-
-
-def _state_bytes(layer: SlotLayer) -> int:
-    """Bytes beside keys and values: positions, the policy's numbers, what features keep."""
-    if not layer.is_initialized:
-        return 0
-    parts = sum(part.nbytes for part in layer.parts.values())
-    return parts + sum(store.slots.state_bytes for store in layer.stores)
-
-
-def bytes_read(layer: SlotLayer) -> float:
+def _bytes_read(layer: SlotLayer) -> float:
     """Bytes of keys, values and tables that the last decoded token has read."""
-    if not layer.is_initialized:
-        return 0
     slots = layer.slots
     return layer.pairs_read * slots.token_bytes * slots.batch * slots.kv_heads
-
-
-def _full_bytes(layer: SlotLayer, seen: list[int]) -> int:
-    """Bytes that a layer would hold of sequences so long, if nothing were evicted."""
-    if not layer.is_initialized:
-        return 0
-    return _full_tokens(layer, seen) * layer.slots.kv_heads * layer.slots.full_token_bytes
 
 
 def _full_tokens(layer: SlotLayer, seen: list[int]) -> int:
@@ -256,33 +212,22 @@ def kept_tokens(cache: HasLayers, row: int = 0) -> KeptTokens:
     tokens = cache.tokens_seen()[row]
     free = [layer for layer in cache.slot_layers if layer.window is None]
     layers = free or cache.slot_layers
-    mark = _mark(layers)
+    calibrated = [part for part in map(Calibration.of, layers) if part is not None]
+    traces = [trace for trace in map(Trace.of, layers) if trace is not None]
+    mark: Mark | None = None
+    if any(part.active for part in calibrated):
+        mark = "offloaded"
+    elif any(trace.steps for trace in traces):
+        mark = "read"
+    elif any(bool(trace.merged.any()) for trace in traces):
+        mark = "merged"
     return KeptTokens(
         tokens=tokens,
         layers=tuple(_layer(each, row, tokens, mark) for each in layers),
         mark=mark,
-        reads=min(8, max(_steps(each) for each in layers)),
-        score=_score(layers, row, tokens),
+        reads=min(8, max((trace.steps for trace in traces), default=0)),
+        score=_score(traces, row, tokens),
     )
-
-
-def _mark(layers: list[SlotLayer]) -> Mark | None:
-    """Return what there is to show beside what is held."""
-    traces = [trace for trace in map(Trace.of, layers) if trace is not None]
-    if any(map(_is_active, map(Calibration.of, layers))):
-        return "offloaded"
-    if any(trace.steps for trace in traces):
-        return "read"
-    return "merged" if any(bool(trace.merged.any()) for trace in traces) else None
-
-
-def _is_active(calibration: Calibration | None) -> bool:
-    return calibration is not None and calibration.active
-
-
-def _steps(layer: SlotLayer) -> int:
-    trace = Trace.of(layer)
-    return 0 if trace is None else trace.steps
 
 
 def _layer(layer: SlotLayer, row: int, tokens: int, mark: Mark | None) -> KeptLayer:
@@ -292,25 +237,23 @@ def _layer(layer: SlotLayer, row: int, tokens: int, mark: Mark | None) -> KeptLa
 
 def _marks(layer: SlotLayer, row: int, kept: Tensor, mark: Mark) -> Tensor:
     """Return which tokens have the mark in a layer, (kv_heads, tokens) bool."""
-    tokens, nothing = kept.shape[1], torch.zeros_like(kept)
-    if mark == "offloaded":
-        calibration = Calibration.of(layer)
-        if calibration is None or not calibration.active:
-            return nothing
+    tokens, calibration, trace = kept.shape[1], Calibration.of(layer), Trace.of(layer)
+    if mark == "offloaded" and calibration is not None and calibration.active:
         return _by_position(calibration.store.positions(row), tokens) & ~kept
-    trace = Trace.of(layer)
+    if mark == "read" and SparseIndex.of(layer) is None:
+        return kept  # such a layer reads all that it holds
+    if trace is None or mark == "offloaded":
+        return torch.zeros_like(kept)
     if mark == "read":
-        if SparseIndex.of(layer) is None:
-            return kept  # such a layer reads all that it holds
-        return nothing if trace is None else _fitted(trace.reads[row], tokens) > 0
-    return nothing if trace is None else _fitted(trace.merged[row], tokens) & ~kept
+        return _fitted(trace.reads[row], tokens) > 0
+    return _fitted(trace.merged[row], tokens) & ~kept
 
 
-def _score(layers: list[SlotLayer], row: int, tokens: int) -> Tensor | None:
+def _score(traces: Sequence[Trace], row: int, tokens: int) -> Tensor | None:
     """Rank all tokens by the mean of their ranks in layers and heads: see `KeptTokens.score`."""
     total = torch.zeros(tokens, dtype=torch.int64)
-    for trace in map(Trace.of, layers):
-        if trace is not None and trace.ranks.numel():
+    for trace in traces:
+        if trace.ranks.numel():
             total += _fitted(trace.ranks[row], tokens).sum(0)
     judged = total > 0
     count = int(judged.sum())
