@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.version import VERSION
 
 if TYPE_CHECKING:
-    from kvtool.cache.build import build_cache
-    from kvtool.cache.compressed import attach, compressed
+    from kvtool.cache.entry.build import attach, build_cache, compressed
     from kvtool.cache.files.load import load_cache
     from kvtool.cache.files.save import save_cache
     from kvtool.cache.hooks.attach import detach
@@ -28,9 +27,9 @@ __version__ = VERSION
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
-    "build_cache": "kvtool.cache.build",
-    "attach": "kvtool.cache.compressed",
-    "compressed": "kvtool.cache.compressed",
+    "build_cache": "kvtool.cache.entry.build",
+    "attach": "kvtool.cache.entry.build",
+    "compressed": "kvtool.cache.entry.build",
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",

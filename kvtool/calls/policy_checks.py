@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.compressed import attach
+from kvtool.cache.entry.build import attach, build_cache
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.policies.policy import Policy
 
 PROMPT, NEW, TURN, SHORT = 48, 7, 11, 9  # tokens; the shortest entry of a batch fits

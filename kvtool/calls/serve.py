@@ -26,7 +26,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.engines.offers import Offer
     from kvtool.engines.server import Served
     from kvtool.models.load import Loaded

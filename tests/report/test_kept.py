@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvtool
-from kvtool.cache.kept import KeptLayer, KeptTokens
+from kvtool.cache.whole.report import KeptLayer, KeptTokens
 from kvtool.errors import UsageError
 from kvtool.models.load import load
 from kvtool.report.kept.text import PART, KeptText, in_brackets, kept_page, token_pieces

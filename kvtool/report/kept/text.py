@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rich.style import Style
 from rich.text import Text
 
-from kvtool.cache.kept import KeptTokens, kept_tokens
+from kvtool.cache.whole.report import KeptTokens, kept_tokens
 from kvtool.documents.files import write_text
 from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
@@ -33,8 +33,8 @@ from kvtool.report.colour_scale import colour_at, ink_on
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.cache.kept import KeptTokens
-    from kvtool.cache.state import CacheState
+    from kvtool.cache.whole.report import KeptTokens
+    from kvtool.cache.whole.state import CacheState
 
 
 @dataclass(frozen=True)

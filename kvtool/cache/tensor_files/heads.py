@@ -1,7 +1,4 @@
-"""Centres of queries from a file, which `kvtool profile --metrics query_centres` writes.
-
-They are those of one model: its layers, heads and rotation are compared with the file's.
-"""
+"""The file of numbers per head beside a profile, under a checksum, and query centres in one."""
 
 from __future__ import annotations
 
@@ -10,12 +7,51 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.heads import read_heads
+from kvtool.cache.tensor_files.tensor_file import DamagedFile, TensorFile, digest_of
+from kvtool.documents.files import expand
 from kvtool.errors import UsageError
 from kvtool.maths.pairs import pair_count
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import LayerShape
 from kvtool.policies.evidence import QueryCentres
+
+_SEAL = "sha256"
+
+
+def heads_metadata(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what such a file says of itself, its checksum included."""
+    metadata = {"kind": "kvtool.heads", "schema_version": "1"}
+    return metadata | {_SEAL: digest_of(tensors, metadata)}
+
+
+def read_heads(path: str, names: Sequence[str], *, policy: str, what: str) -> dict[str, Tensor]:
+    """Read some numbers from such a file; one that kvtool has not written may have no checksum.
+
+    Args:
+        names: of the tensors; the first is the metric that measures them.
+        policy, what: who needs them, and what they are, in the words of an error.
+
+    Raises:
+        UsageError: no such file, one without them, or one that was changed since it was sealed.
+    """
+    if not expand(path).is_file():
+        raise UsageError(f"{policy}: no file of {what} at `{path}`")
+    try:
+        with expand(path).open("rb", buffering=0) as raw:
+            file = TensorFile(raw)
+            metadata = dict(file.metadata)
+            seal = metadata.pop(_SEAL, None)
+            found = {name: file.read(name) for name in (names if seal is None else file.names)}
+            wanted = {name: found[name] for name in names}
+    except (DamagedFile, OSError, KeyError) as error:
+        raise UsageError(
+            f"`{path}` holds no `{names[0]}`",
+            hint=f"written by kvtool profile --metrics {names[0]} -o profile.yaml, beside it",
+        ) from error
+    if seal is not None and seal != digest_of(found, metadata):
+        raise UsageError(f"`{path}` was changed after it was written: its checksum does not match")
+    return wanted
+
 
 CENTRES, LENGTHS = "query_centres", "query_lengths"
 FREQUENCIES, LAYOUT = "query_frequencies", "query_layout"

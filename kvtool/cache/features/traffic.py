@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.heads import read_heads
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.tensor_files.heads import read_heads
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.planning.rocketkv import PlannedStages, planned_stages, sized_reader, tokens_left
@@ -68,8 +68,7 @@ class TrafficBudgets:
     @property
     def reader_part(self) -> Read:
         """The reader as the policy has it."""
-        if self.policy.reader is None:
-            raise RuntimeError(f"policy `{self.policy}` reads all that it stores")
+        assert self.policy.reader is not None, "these are budgets of readers"
         return self.policy.reader
 
     def end(self, row: int) -> int:

@@ -6,7 +6,7 @@ forwards that are not stored, and cuts after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from html import escape
 from typing import Any, NamedTuple
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.deferred_cut import cut_deferred
+from kvtool.cache.features.cuts import cut_deferred
+from kvtool.cache.features.rope_shift import place_forward
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
-from kvtool.cache.state import CacheState
 from kvtool.cache.steps.call import (
     IMPLEMENTATION,
     Call,
@@ -31,6 +31,7 @@ from kvtool.cache.steps.call import (
     set_pending,
 )
 from kvtool.cache.steps.static import may_grow, reserve_slots
+from kvtool.cache.whole.state import CacheState
 from kvtool.documents.document import report
 from kvtool.documents.generation import CacheSection
 from kvtool.sizes import DEFAULT_BLOCK
@@ -145,12 +146,19 @@ class KVCache(InWords, CacheState):
         if self.parts:
             for part in self.parts.values():
                 part.check_tokens(decoding)
-        if layer.parts.at["place_forward"]:
+        if self.settings.renumbers:
             running.check_placed(layer)
-        self.changing = True
+        self.changing, hidden = True, running.hidden
+        if hidden is not None:
+            running.show_hidden(None)  # not to be held longer than the step
         if running.unstored is not None and not decoding:
             raw_key, raw_value = beside_slots(layer, key_states, value_states)
-            context = StepContext(self.settings.kernel, notify=False, unstored=running.unstored)
+            context = StepContext(
+                self.settings.kernel,
+                notify=False,
+                unstored=running.unstored,
+                hidden=hidden,
+            )
             taken = raw_key, raw_value, key_states, value_states
             set_pending(PendingStep(self, layer, *taken, decoding, context))
             return raw_key, raw_value
@@ -165,14 +173,16 @@ class KVCache(InWords, CacheState):
             norms = RowNorms() if watcher is not None and watcher.norms else None
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
-                self.groups.form(self.slot_layers, running)
+                self.groups.form(self.slot_layers, running.masked)
             block, last, group = None, True, self.groups.by_layer.get(layer.index)
             notify, norms = placement is not None or watcher is not None, None
             if group is None and layer.parts:
                 self.prepare_decode(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
         kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
-        context = StepContext(kernel, block, last, placement, group, notify, shares_kv, norms)
+        context = StepContext(
+            kernel, block, last, placement, group, notify, shares_kv, norms, hidden=hidden
+        )
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value
@@ -216,6 +226,19 @@ class KVCache(InWords, CacheState):
         """Note that a forward has broken off inside."""
         self.changing = True
 
+    def place_forward(self, given: Mapping[str, Any]) -> Tensor:
+        """Number the tokens of a forward by their places in the cache.
+
+        Args:
+            given: the forward's arguments by name.
+
+        Returns:
+            Position ids for the model, (batch, q_len).
+        """
+        placement, position_ids = place_forward(self.first_layer, given)
+        self.running.place(placement)
+        return position_ids
+
     def begin_forward(self) -> None:
         """Refuse a forward over a cache that another one has left torn.
 
@@ -241,9 +264,9 @@ class KVCache(InWords, CacheState):
         self._watcher = None if show is None else StepWatcher(show, norms)
 
     def prepare_decode(self, layer: SlotLayer) -> None:
-        """Let a layer's parts prepare for decoded tokens."""
-        for part in layer.parts.at["prepare_decode"]:
-            part.prepare_decode(layer, self.budgets.traffic)
+        """Let who attends a layer's decoded tokens in its place prepare for them."""
+        if layer.parts.attends is not None:
+            layer.parts.attends.prepare(layer, self.budgets.traffic)
 
     def begin_block(
         self, layer: SlotLayer, query_heads: int, positions: Tensor | None, q_len: int
@@ -259,8 +282,6 @@ class KVCache(InWords, CacheState):
         """
         for own in self.parts.values():
             own.begin_block(layer)
-        for part in layer.parts.at["begin_prompt"]:
-            part.begin_prompt()
         shards = self.link.shards
         if shards.processes > 1:
             kv_heads = layer.slots.kv_heads

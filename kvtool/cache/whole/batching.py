@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.layers import why_not
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import Growth, LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import CodedForm
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import why_not
 from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 
@@ -112,8 +112,6 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
         _hold(each, slots, width)
     met = [_tensors(other) for other in others]
     layer.reindex(lambda tensor: torch.cat([tensor, *(next(each) for each in met)]))
-    if any(next(each, None) is not None for each in met):
-        raise RuntimeError("caches that are joined must keep the same things")
     form = layer.slots.form
     if isinstance(form, CodedForm):
         layer.slots.set_form(form.with_ranges(form.ranges, shifted=shifted))

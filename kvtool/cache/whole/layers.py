@@ -76,7 +76,6 @@ def make_layers(
     rotations: Sequence[Rotation | None] = (),
     centres: Mapping[int, QueryCentres] | None = None,
     projections: Mapping[int, Callable[[], Tensor]] | None = None,
-    hooks: object = None,
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
@@ -85,7 +84,6 @@ def make_layers(
         rotations: of each attention layer, where something rotates keys or queries.
         centres: of the queries of layers by their index, where a file has them.
         projections: the weight of each layer's output projection, by index, where a policy asks.
-        hooks: show layers what enters their attention, as long as one holds them.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
@@ -101,7 +99,7 @@ def make_layers(
         rotation = rotations[len(slot_layers)] if rotations else None
         centre = None if centres is None else centres.get(i)
         projection = None if projections is None else projections.get(i)
-        site = LayerSite(own, i, rotation, projection, hooks, tuple(free), centre)
+        site = LayerSite(own, i, rotation, projection, tuple(free), centre)
         parts = make_parts(site)
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)

@@ -13,18 +13,24 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, LinearAttentionCacheLayerMixin
 
-from kvtool.cache.budgets import ModelFacts, StoredBudgets
-from kvtool.cache.features.head_budgets import rank_heads
+from kvtool.cache.features.cuts import rank_heads
 from kvtool.cache.features.table import make_cache_parts
 from kvtool.cache.features.trace import Trace
-from kvtool.cache.layers import make_layers
-from kvtool.cache.report import CacheReport, make_report
-from kvtool.cache.rope_lengths import RopeChoice, RopeLengths
-from kvtool.cache.settings import CacheSettings, ForwardState, ModelLink, Text
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
-from kvtool.cache.steps.groups import LayerGroups
+from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
+from kvtool.cache.whole.budgets import ModelFacts, StoredBudgets
+from kvtool.cache.whole.layers import make_layers
+from kvtool.cache.whole.report import CacheReport, make_report
+from kvtool.cache.whole.settings import (
+    CacheSettings,
+    ForwardState,
+    ModelLink,
+    RopeChoice,
+    RopeLengths,
+    Text,
+)
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
@@ -68,11 +74,10 @@ class CacheState(Cache):
         rotations: Sequence[Rotation | None] = (),
         centres: Mapping[int, QueryCentres] | None = None,
         projections: Mapping[int, Callable[[], Tensor]] | None = None,
-        hooks: object = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations, centres, projections, hooks)
+        layers = make_layers(config, policy, self.meter, rotations, centres, projections)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
@@ -124,7 +129,7 @@ class CacheState(Cache):
     @property
     def renumbers(self) -> bool:
         """Whether keys are rotated by their places in the cache."""
-        return self.policy.score.positions == "cache"
+        return self.settings.renumbers
 
     @property
     def text(self) -> Text:
@@ -257,8 +262,8 @@ class CacheState(Cache):
     def expect_length(self, tokens: int) -> None:
         """Say how many tokens the whole text will have, before any of it is fed.
 
-        Only models whose RoPE depends on the length of the text (longrope, dynamic NTK) need it,
-        where a text is read in several calls. Its factors are chosen once, for this length.
+        Only models whose RoPE depends on the length (longrope, dynamic NTK) need it, where a text
+        is read in several calls. Its factors are chosen once, for this length.
         """
         self.running.note_rope(replace(self.rope, expected=tokens))
 
@@ -299,17 +304,14 @@ class CacheState(Cache):
         for factors, length in zip(chosen.of_entries(len(lengths)), lengths, strict=False):
             longest = rope.longest(factors)
             if longest is not None and length > longest:
-                raise self._outgrown(factors, length)
+                raise UsageError(
+                    f"the keys in this cache have the RoPE factors of texts of up to {factors} "
+                    f"tokens, and this text may come to {length}",
+                    hint="generate fewer tokens, or read the text anew for its whole length: "
+                    "compress with a larger --max-new-tokens (cache.expect_length in Python)",
+                )
             rooms += [] if longest is None else [longest - length]
         return min(rooms, default=None)
-
-    def _outgrown(self, factors: int, length: int) -> UsageError:
-        return UsageError(
-            f"the keys in this cache have the RoPE factors of texts of up to {factors} tokens, and "
-            f"this text may come to {length}",
-            hint="generate fewer tokens, or read the text anew for its whole length: "
-            "compress with a larger --max-new-tokens (cache.expect_length in Python)",
-        )
 
     def join_rope(self, others: Sequence[Self]) -> None:
         """Note the factors of batch entries that are put behind those of this cache."""
@@ -445,10 +447,8 @@ class CacheState(Cache):
     def rollback(self) -> Iterator[None]:
         """Leave the cache as it was: what is fed or generated inside is forgotten at the end.
 
-        So that many questions can be asked of one context. Keys and values are not copied as long
-        as new ones only come behind them. So `full` copies none, and a policy that cuts a prompt
-        none while it appends. A policy that writes over a stored key copies its layer once. May be
-        nested.
+        Keys and values are not copied as long as new ones only come behind them; a policy that
+        writes over a stored key copies its layer once. May be nested.
         """
         stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
         before = self.copy_but([tensor for each in stores for tensor in each.stored.values()])

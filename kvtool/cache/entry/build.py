@@ -1,27 +1,33 @@
-"""Make a cache for a model: a policy, and a budget or a plan."""
+"""Make a cache for a model, or have every call of `generate` make one: in a block, or for good."""
 
 from __future__ import annotations
 
+import functools
 import json
+import sys
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.centres import read_centres
-from kvtool.cache.hooks.attach import attach
+from kvtool.cache.hooks import attach as hooks
 from kvtool.cache.hooks.attachment import attachment, uncompiled
+from kvtool.cache.hooks.blocks import CacheMaker
+from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls, generate_calls
 from kvtool.cache.hooks.modules import find_projections, show_hidden
 from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
 from kvtool.cache.hooks.rope import length_rope
-from kvtool.cache.layers import attention_layers, check_layers, check_shared
-from kvtool.cache.settings import ModelLink
 from kvtool.cache.slots.tensor_parallel import shards_of
+from kvtool.cache.tensor_files.heads import read_centres
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import attention_layers, check_layers, check_shared
+from kvtool.cache.whole.settings import ModelLink
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source, check_kind, read_source
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import layer_shapes
 from kvtool.planning.bytes import check_dims
@@ -113,7 +119,7 @@ def make_cache(
         policy.check_budget(request.tokens)
     block = parse_prefill(prefill)
     check_blocks(policy, block)
-    attach(model)
+    hooks.attach(model)
     split, rotations = policy.head_split, list[Rotation | None]()
     centres: dict[int, QueryCentres] = {}
     if policy.score.positions == "cache":
@@ -131,8 +137,8 @@ def make_cache(
         head_ranks = rank_model(model, split.scores)
     projections = find_projections(model, policy) if policy.sees_projection else None
     looks = policy.sees_hidden or policy.repeats_by_output
-    hooks = show_hidden(model, policy) if looks else None
-    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model))
+    shown = show_hidden(model, policy) if looks else None
+    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model), shown)
     kernel = kernel_of(model)
     return KVCache(
         config,
@@ -145,7 +151,6 @@ def make_cache(
         rotations=rotations,
         centres=centres,
         projections=projections,
-        hooks=hooks,
     )
 
 
@@ -186,30 +191,139 @@ def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
             Also unequal ones for a policy whose layers compete for one budget.
     """
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
-    hint = "plan with --allocator uniform, or give a budget"
-    split = policy.head_split
+    split, relation, uneven = policy.head_split, policy.score.layer_tokens, len(set(tokens)) > 1
     uniform = plan.layers.allocator == Uniform.name  # which may leave layers a token apart
-    if split is not None and split.across_layers and len(set(tokens)) > 1 and not uniform:
-        raise UsageError(
-            f"the layers of policy `{policy}` compete for one budget, "
-            f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint=hint,
-        )
-    if policy.score.layer_tokens == "same" and len(set(tokens)) > 1:
-        raise UsageError(
-            f"policy `{policy.score.name}` keeps the same tokens in all layers, "
-            f"and the plan gives them {min(tokens)} to {max(tokens)}",
-            hint=hint,
-        )
-    if policy.score.layer_tokens == "nested" and tokens != sorted(tokens, reverse=True):
-        raise UsageError(
+    gives, why = f"the plan gives them {min(tokens)} to {max(tokens)}", None
+    if split is not None and split.across_layers and uneven and not uniform:
+        why = f"the layers of policy `{policy}` compete for one budget, and {gives}"
+    elif relation == "same" and uneven:
+        why = f"policy `{policy.score.name}` keeps the same tokens in all layers, and {gives}"
+    elif relation == "nested" and tokens != sorted(tokens, reverse=True):
+        why = (
             f"policy `{policy.score.name}` keeps in each layer part of what the layer above keeps, "
-            "and the plan gives a layer more than the one above",
-            hint=hint,
+            "and the plan gives a layer more than the one above"
         )
+    if why is not None:
+        raise UsageError(why, hint="plan with --allocator uniform, or give a budget")
 
 
 def kernel_of(model: PreTrainedModel) -> str:
     """The attention implementation that the model was loaded with, which kvtool uses as well."""
     previous = attachment(model)
     return previous.implementation if previous else model.config._attn_implementation
+
+
+Plan = PlanDocument | dict | str | Path
+
+
+def attach(
+    model: PreTrainedModel,
+    policy: Policy | str | None = None,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+    plan: Plan | None = None,
+) -> PreTrainedModel:
+    """Make a model run kvtool's attention; with a policy, compress every `generate` for good.
+
+    `detach` undoes both. Every call gets a cache of its own, unless it brings one
+    (`past_key_values=build_cache(..)`); a used cache with a text that does not go on from it is
+    refused. Families without transformers' attention interface (Falcon, GPT-J) keep their own eager
+    attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
+    runs.
+
+    Args:
+        policy, budget, prefill, plan: as `build_cache` takes them; no policy: a call without a
+            cache keeps everything.
+
+    Returns:
+        The model.
+
+    Raises:
+        UsageError: a budget or plan without a policy; as `build_cache`.
+        KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
+    """
+    if policy is None:
+        if budget is not None or plan is not None:
+            given = "a plan" if budget is None else f"budget {budget}"
+            raise UsageError(f"{given} needs a policy", hint='policy="h2o+caote"')
+        return hooks.attach(model)
+    inner = uncompiled(model)
+    with LOCK:
+        maker = _maker(inner, policy, budget, prefill, plan)
+        _calls(inner).set_maker(maker)
+    return model
+
+
+@contextmanager
+def compressed(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None = None,
+    *,
+    prefill: str = "full",
+    plan: Plan | None = None,
+) -> Iterator[PreTrainedModel]:
+    """Give every `generate` and pipeline call inside a fresh cache of its own.
+
+    Blocks inside blocks restore the outer one, and at the end the model is what it was. A call that
+    brings a cache keeps it. Coroutines and generators may each open a block of their own over one
+    model: a call gets the policy of the block that it is made in, also through `asyncio.to_thread`.
+    Calls of threads that were not handed the context (a streamer's, `run_in_executor`) get the
+    policy of the open blocks. Such a call is refused where open blocks differ, and so are blocks of
+    several threads that ask for different policies.
+
+    Args:
+        policy, budget, prefill, plan: as `build_cache` takes them.
+
+    Yields:
+        The model.
+
+    Raises:
+        UsageError: another thread compresses this model's calls otherwise; as `build_cache`. A call
+            inside raises it where it could belong to several blocks that differ.
+        KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
+    """
+    inner = uncompiled(model)
+    with LOCK:
+        detach = hooks.detach if attachment(inner) is None else None
+        try:
+            maker = _maker(inner, policy, budget, prefill, plan)
+            calls = _calls(inner)
+        except BaseException:
+            if detach is not None:
+                detach(inner)
+            raise
+        block = calls.open_block(maker, sys._getframe(), detach)
+    try:
+        yield model
+    finally:
+        calls.close_block(block)
+
+
+def _maker(
+    model: PreTrainedModel,
+    policy: Policy | str,
+    budget: Budget | str | int | float | None,
+    prefill: str,
+    plan: Plan | None,
+) -> CacheMaker:
+    """Check a request by making a cache of it."""
+    policy = parse_policy(policy)
+    if policy.repetition is not None:
+        raise UsageError(
+            f"`{policy.score.name}` has a prompt repeated before it is cut, "
+            "and `generate` of transformers reads it once",
+            hint="kvtool.compress(..), then kvtool.generate(.., cache=cache)",
+        )
+    plan = None if plan is None else read_plan(plan)
+    make = functools.partial(build_cache, policy=policy, budget=budget, prefill=prefill, plan=plan)
+    return CacheMaker(make(model).settings, make)
+
+
+def _calls(model: PreTrainedModel) -> GenerateCalls:
+    calls = generate_calls(model)
+    if calls is None:
+        hooks.detach(model)
+        raise KvtoolError(f"`{type(model).__name__}` generates no text, so it has no calls")
+    return calls

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.cuts import Deferred, HeadBudgets, measure
+from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
-from kvtool.cache.traffic import TrafficBudgets
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
@@ -54,28 +53,20 @@ class TokenBudget:
         """Return tokens, or pairs that are read, per layer and KV head.
 
         Args:
-            length: tokens that the longest entry will have seen at the prompt's end.
-            new_tokens: how many will be generated, as far as is known.
+            length: tokens of the longest entry at the prompt's end.
         """
         budget = self._budget
-        if budget is None:
-            raise RuntimeError(f"policy `{self._policy}` has no budget")
+        assert budget is not None, "a policy without a budget asks for none"
         if budget.tokens is not None:
             return budget.tokens
-        if budget.bytes is None:
-            raise RuntimeError(f"{budget} is a share of the prompt")
+        assert budget.bytes is not None, "shares are asked for elsewhere"
         key = (length, layer.batch_size, new_tokens)
         if key not in self._known:
             text = Text(length, new_tokens, layer.batch_size, self._facts.config.vocab_size)
-            self._known[key] = tokens_for_bytes(
-                self._policy, self._shapes(layer), text, budget.bytes
-            )
+            size = layer.slots.form.sample[0].element_size()
+            shapes = [each and replace(each, itemsize=size) for each in self._facts.layers]
+            self._known[key] = tokens_for_bytes(self._policy, shapes, text, budget.bytes)
         return self._known[key]
-
-    def _shapes(self, layer: SlotLayer) -> list[LayerShape | None]:
-        """What each layer stores of a token, with numbers of the size that this one is given."""
-        size = layer.slots.form.sample[0].element_size()
-        return [each and replace(each, itemsize=size) for each in self._facts.layers]
 
 
 class RaisedBudgets:
@@ -85,11 +76,7 @@ class RaisedBudgets:
         self._ends: dict[int, int] = {}  # tokens seen at the end of the last block, by layer
 
     def add(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
-        """Add the tokens of a block to what a layer may keep, once.
-
-        Args:
-            positions: (batch, q_len) of the block, -1 = padding; None: no padding.
-        """
+        """Add the tokens of a block to what a layer may keep, once: see `StoredBudgets.assign`."""
         end = layer.seen + q_len
         if self._ends.get(layer.index) == end:
             return  # raised before its forward, for a policy that frees slots there
@@ -141,15 +128,14 @@ class StoredBudgets:
     @property
     def deferred(self) -> bool:
         """Whether nothing may be cut before all layers have seen the prompt."""
-        if self._split is None or self._planned:
-            return False
-        return self.policy.allocator is not None and self.policy.allocator.metric is not None
+        allocator = None if self._split is None or self._planned else self.policy.allocator
+        return allocator is not None and allocator.metric is not None
 
     @property
     def waiting(self) -> list[SlotLayer]:
         """The layers whose prompt is stored whole and waits for its budget."""
-        parts = [(layer, Deferred.of(layer)) for layer in self._free] if self.deferred else []
-        return [layer for layer, part in parts if part is not None and part.active]
+        pairs = [(layer, layer.parts.later) for layer in self._free if self.deferred]
+        return [layer for layer, part in pairs if part is not None and part.active]
 
     def is_last(self, layer: SlotLayer) -> bool:
         """Whether a forward runs no other layer of free budget after this one."""
@@ -164,10 +150,7 @@ class StoredBudgets:
 
     @contextmanager
     def raising(self) -> Iterator[None]:
-        """Let what is read inside stay whole: budgets grow by its tokens, and nothing is cut.
-
-        A question behind a compressed context is. What stores everything reads as always.
-        """
+        """Let what is read inside stay whole, such as a question: budgets grow by its tokens."""
         self._raised = RaisedBudgets()
         try:
             yield
@@ -204,9 +187,8 @@ class StoredBudgets:
             UsageError: the first such entry.
         """
         self._ratios(lengths)
-        by_bytes = self.budget is not None and self.budget.bytes is not None
-        if self.policy.two_stages and self.traffic is not None and self._free and not by_bytes:
-            for length in lengths:
+        if self.policy.two_stages and self.traffic is not None and not self._by_bytes:
+            for length in lengths if self._free else ():
                 self.traffic.stored(self._free[0], length)
         if self._planned and self.budget is not None:
             self._of_entries(self._free[0], lengths)
@@ -223,8 +205,7 @@ class StoredBudgets:
         Args:
             positions: (batch, q_len) of the block, -1 = padding; None: no padding.
             q_len: tokens of the block that are not counted yet.
-            lengths: tokens that each entry will have seen at the prompt's end; None: at the
-                block's.
+            lengths: of the entries at the prompt's end; None: at the block's.
         """
         if layer.window is not None:
             layer.set_budget(LayerBudget.of([layer.window - 1]))
@@ -263,8 +244,7 @@ class StoredBudgets:
 
         Args:
             valid: (batch, q_len), False = padding; None: no padding.
-            lengths: tokens that each entry will have seen at the prompt's end; None: at the
-                block's.
+            lengths: as for `assign`.
         """
         if not self._free or not self._free[0].is_initialized or self.budget is None:
             return
@@ -290,27 +270,19 @@ class StoredBudgets:
         if not self._free:
             return list(lengths)
         first = self._free[0]
-        if self.budget is None or (self.budget.bytes is not None and not first.is_initialized):
+        if self.budget is None or (self._by_bytes and not first.is_initialized):
             return None
         return self._ratios(lengths) or [self._tokens(first)] * len(lengths)
 
     def assign_deferred(self, lengths: list[int]) -> list[SlotLayer]:
-        """Split the budget by what all layers have shown of a prompt.
+        """Split the budget by what all layers have shown, and return them: they are to be cut.
 
         Args:
             lengths: tokens that each entry has seen.
-
-        Returns:
-            The layers, which are to be cut now.
         """
         layers = self.waiting
         device = layers[0].slots.device  # layers may be on several
-        found = []
-        for layer in layers:
-            part = Deferred.of(layer)
-            if part is not None:
-                positions = layer.slots.positions[:, :, : layer.slots.used]
-                found.append(part.measure(positions, layer.slots.heads).to(device))
+        found = [measure(layer).to(device) for layer in layers]
         before, self._known = self.spreads, {}
         self.spreads = []
         for row, measured in enumerate(torch.stack(found, 1).tolist()):
@@ -356,12 +328,7 @@ class StoredBudgets:
         return rows
 
     def _of_heads(self, place: int, tokens: int, n: int) -> list[int]:
-        """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known.
-
-        Args:
-            place: of the layer among those of free budget.
-            tokens: of the layer, per head in the mean.
-        """
+        """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known."""
         split, shape = self.policy.head_split, self.facts.layers[self._free[place].index]
         if split is None or not split.fixed or shape is None:
             return [tokens]
@@ -370,8 +337,11 @@ class StoredBudgets:
     @property
     def _needs_length(self) -> bool:
         """Whether bytes mean tokens by the prompt's length: some KV heads keep all of it."""
-        by_bytes = self.budget is not None and self.budget.bytes is not None
-        return by_bytes and self.policy.head_split is not None
+        return self._by_bytes and self.policy.head_split is not None
+
+    @property
+    def _by_bytes(self) -> bool:
+        return self.budget is not None and self.budget.bytes is not None
 
     def _ratios(self, lengths: list[int]) -> list[int]:
         """The mean over layers that each sequence may keep, for a ratio; else empty."""

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep, Placement
 from kvtool.cache.steps.step import run_step
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 
 
@@ -35,19 +35,16 @@ def replay(
         KvtoolError: keys that are stored in another form than they are attended in; a policy that
             scores by the model's logits, or by hidden states.
     """
+    name, why = f"policy `{cache.policy.score.name}`", None
     if cache.parts.by_logits:
+        why = f"{name} goes by the model's logits"
+    elif cache.policy.sees_hidden:
+        why = f"{name} looks at hidden states"
+    elif call.latent:
+        why = "the model stores latents"
+    if why is not None:
         raise KvtoolError(
-            f"policy `{cache.policy.score.name}` goes by the model's logits, "
-            "so it cannot be replayed layer by layer",
-            hint="measure it end to end",
-        )
-    if call.latent:
-        raise KvtoolError("a model with latent attention cannot be replayed layer by layer")
-    if cache.policy.sees_hidden:
-        raise KvtoolError(
-            f"policy `{cache.policy.score.name}` looks at hidden states, "
-            "so it cannot be replayed layer by layer",
-            hint="measure it end to end",
+            f"{why}, so it cannot be replayed layer by layer", hint="measure it end to end"
         )
     layer = cache.slot_layer(step.layer.index)
     if step.decoding:

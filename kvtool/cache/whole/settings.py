@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvtool.cache.rope_lengths import LengthRope, RopeChoice
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.call import Placement, Unstored
 from kvtool.documents.messages import ChatHistory
@@ -44,12 +43,17 @@ class CacheSettings:
     plan: PlanDocument | None
 
     def __post_init__(self) -> None:
-        _ = self.kv_sharing  # found now: torch.compile cannot trace the lock of the first time
+        _ = self.kv_sharing, self.renumbers  # now: torch.compile cannot trace a first time
 
     @cached_property
     def kv_sharing(self) -> frozenset[int]:
         """The layers whose keys and values later ones read."""
         return frozenset(kv_sharing_layers(self.config))
+
+    @cached_property
+    def renumbers(self) -> bool:
+        """Whether keys are rotated by their places in the cache."""
+        return self.policy.score.positions == "cache"
 
     def __deepcopy__(self, memo: dict) -> CacheSettings:
         return self  # never changed
@@ -69,12 +73,14 @@ class ModelLink:
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
+        hooks: show what enters its attention, as long as a cache holds them; None: nobody asked.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
     shards: KVHeads = ALL_HERE
     head_ranks: Tensor | None = None
     rope: LengthRope | None = None
+    hooks: object = None
 
     def __deepcopy__(self, memo: dict) -> ModelLink:
         return self  # never changed
@@ -118,10 +124,7 @@ class FedTokens:
         self.parts[:] = [] if ids is None else [(end, ids)]
 
     def _joined(self) -> tuple[int, Tensor | None]:
-        """How far the text is known, and the ids behind what was noted before, if there are any.
-
-        What comes behind a forward that was not noted is left out.
-        """
+        """How far the text is known, and the ids behind what was noted before, if there are any."""
         end = 0 if self.start is None else self.start
         ids: list[Tensor] = []
         for seen, part in self.parts if self.start is not None else []:
@@ -157,6 +160,8 @@ class ForwardState:
         in_generate: whether a `generate` runs it, which adds a token a forward to its text.
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
+        hidden: (batch, q_len, hidden_size), what enters the attention of the running layer; None:
+            nobody asked.
         unstored: who attends its tokens, which are not stored; None: they are.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that was announced.
@@ -170,6 +175,7 @@ class ForwardState:
         self.fed = FedTokens()
         self.rope = RopeChoice()
         self.placement: Placement | None = None
+        self.hidden: Tensor | None = None
         self.unstored: Unstored | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
@@ -227,6 +233,10 @@ class ForwardState:
         """Say where the running forward has placed its tokens."""
         self.placement = placement
 
+    def show_hidden(self, hidden: Tensor | None) -> None:
+        """Note what enters the attention of the layer that runs now."""
+        self.hidden = None if hidden is None else hidden.detach()
+
     def store_nothing(self, attends: Unstored | None) -> None:
         """Say who attends the forwards that follow and are not stored; None: they are."""
         self.unstored = attends
@@ -239,3 +249,75 @@ class ForwardState:
         """Return which logits the caller has asked for, once."""
         wanted, self.logits_asked = self.logits_asked, 0
         return wanted
+
+
+@dataclass(frozen=True)
+class LengthRope:
+    """How the factors of a model's RoPE depend on the length of the text.
+
+    Attributes:
+        thresholds: ascending; up to each of these lengths the same factors hold.
+        grows: whether every length above the last threshold has factors of its own; else all of
+            them share one set.
+    """
+
+    thresholds: tuple[int, ...]
+    grows: bool
+
+    def factors_for(self, length: int) -> int:
+        """Return one length for all lengths with the factors of this one."""
+        for threshold in self.thresholds:
+            if length <= threshold:
+                return threshold
+        return length if self.grows else self.thresholds[-1] + 1
+
+    def serve(self, factors: int, length: int) -> bool:
+        """Return whether the factors of one length can read a text that has come to another."""
+        longest = self.longest(factors)
+        return longest is None or length <= longest
+
+    def longest(self, factors: int) -> int | None:
+        """Return the longest text that the factors of one length serve; None: any."""
+        return factors if self.grows or factors in self.thresholds else None
+
+
+@dataclass(frozen=True)
+class RopeChoice:
+    """What a cache knows of its factors.
+
+    Attributes:
+        chosen: for which lengths they were chosen; None: they have not been, or do not depend on
+            the length.
+        expected: tokens that the whole text will have at least, as far as is known.
+        serves: tokens, with padding, up to which they are known to serve all batch entries.
+    """
+
+    chosen: RopeLengths | None = None
+    expected: int = 0
+    serves: int = 0
+
+
+@dataclass(frozen=True)
+class RopeLengths:
+    """The lengths for which the factors of a cache were chosen.
+
+    Attributes:
+        lengths: one for each batch entry, or one for all; as `LengthRope.factors_for` returns them.
+    """
+
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> RopeLengths:
+        """Note one length for each batch entry, or a single one where all are equal."""
+        return cls(tuple(lengths[:1] if len(set(lengths)) == 1 else lengths))
+
+    def of_entries(self, batch: int) -> list[int]:
+        """Return the length of each batch entry."""
+        return list(self.lengths) * batch if len(self.lengths) == 1 else list(self.lengths)
+
+    def reindexed(self, change: Callable[[Tensor], Tensor]) -> RopeLengths:
+        """Follow the batch entries that transformers reorders, repeats or selects."""
+        if len(self.lengths) == 1:
+            return self
+        return RopeLengths.of(change(torch.tensor(self.lengths)).tolist())
