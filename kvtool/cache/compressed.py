@@ -14,7 +14,7 @@ from kvtool.cache.build import build_cache, read_plan
 from kvtool.cache.hooks import attach as hooks
 from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.blocks import CacheMaker
-from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls, generate_calls
+from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.policies.grammar import parse_policy
@@ -130,7 +130,7 @@ def _maker(
 
 
 def _calls(model: PreTrainedModel) -> GenerateCalls:
-    calls = generate_calls(model)
+    calls = GenerateCalls.of(model)
     if calls is None:
         hooks.detach(model)
         raise KvtoolError(f"`{type(model).__name__}` generates no text, so it has no calls")

@@ -6,11 +6,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvtool.cache.hooks import eager as eager_hooks
-from kvtool.cache.hooks import forward, rope, same_cache
+from kvtool.cache.hooks import forward, rope
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment, uncompiled
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import check_supported
-from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
+from kvtool.cache.hooks.generate_calls import GenerateCalls
+from kvtool.cache.hooks.same_cache import PreparedInputs
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import eager_families
@@ -58,8 +59,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     hooks = [*(eager_hooks.install(model) if eager else []), *forward.install(model)]
     hooks += rope.install(model)
     note_attachment(model, Attachment(before, hooks, eager=eager))
-    stand_in_for_generate(model)
-    same_cache.stand_in(model)
+    GenerateCalls.put_on(model)
+    PreparedInputs.put_on(model)
     return given
 
 
@@ -87,8 +88,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     previous = attachment(model)
     if previous is None:
         return given
-    give_back_generate(model)
-    same_cache.give_back(model)
+    GenerateCalls.take_off(model)
+    PreparedInputs.take_off(model)
     for hook in previous.hooks:
         hook.remove()
     hidden = previous.hidden()
