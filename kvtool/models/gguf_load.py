@@ -1,21 +1,23 @@
 """Load GGUF files through transformers, with their weights unpacked.
 
 transformers rebuilds configuration and tokenizer from the file's settings, and leaves out some of
-them. What it leaves out is put right here, or the file is refused.
+them. What it leaves out is put right here, or the file is refused. So is the name of the rule that
+splits text before its tokens are looked up: transformers takes GPT-2's for all that it lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.models.config_sizes import check_sizes
-from kvtool.models.gguf import CHECKPOINT_HINT, GgufFile, read_model_header
-from kvtool.models.gguf_tokens import check_splits, repair_splits
+from kvtool.models.folder import check_tensors
+from kvtool.models.gguf import CHECKPOINT_HINT, GgufFile, GgufHeader, read_model_header
+from kvtool.transformers_versions import gguf_splits
 
 _NOT_OF_A_CONFIG = ("_model_name_or_path", "unk_token_id")
 
@@ -138,3 +140,84 @@ def _no_bars() -> Iterator[None]:
     """Hide the bars that transformers shows for GGUF files whatever its settings are."""
     with contextlib.redirect_stderr(io.StringIO()):
         yield
+
+
+def fill_folder(name: str, gguf: GgufFile, folder: Path, dtype: str, progress: bool) -> None:
+    """Write config.json, weights as safetensors and a tokenizer into a folder that is there.
+
+    Args:
+        name: of the model.
+        dtype: of the weights, by name; `auto`: the file's own, `bfloat16` where it is packed.
+        progress: show a bar on stderr.
+
+    Raises:
+        KvtoolError: the file cannot be read as it should.
+    """
+    import torch
+
+    config = load_gguf_config(name, gguf)
+    tokenizer = load_gguf_tokenizer(name, gguf)
+    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
+    model, info = load_gguf_weights(gguf, progress, config=config, dtype=wanted)
+    check_tensors(name, info)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- how text is split
+
+
+def _gpt2() -> Any:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return ByteLevel(add_prefix_space=False)
+
+
+def _digits_alone() -> Any:
+    """Each digit is a piece of its own; what lies between is split by GPT-2's rule."""
+    from tokenizers.pre_tokenizers import Digits, Sequence
+
+    return Sequence([Digits(individual_digits=True), _gpt2()])
+
+
+RULES: dict[str, Callable[[], Any]] = {
+    "gpt-2": _gpt2,
+    "phi-2": _gpt2,
+    "smollm": _digits_alone,
+    "starcoder": _digits_alone,
+    "refact": _digits_alone,
+    "codeshell": _digits_alone,
+}
+"""Rules that transformers lacks, by llama.cpp's names, and what each is as a pre-tokenizer."""
+
+
+def check_splits(name: str, header: GgufHeader) -> None:
+    """Refuse a file whose rule is not known; vocabularies with scores are split by none.
+
+    Args:
+        name: of the model.
+
+    Raises:
+        KvtoolError: the rule is unknown, or transformers is too old for GGUF files.
+    """
+    splits = gguf_splits()
+    if header.text("tokenizer.ggml.model") != "gpt2":
+        return
+    rule = header.text("tokenizer.ggml.pre")
+    if rule is None:
+        raise KvtoolError(
+            f"`{name}` does not say how text is split into tokens (tokenizer.ggml.pre)",
+            hint=CHECKPOINT_HINT,
+        )
+    if rule not in RULES and rule not in splits:
+        raise KvtoolError(
+            f"`{name}` splits text by the rule `{rule}`, which kvtool does not know",
+            hint=CHECKPOINT_HINT,
+        )
+
+
+def repair_splits(tokenizer: Any, header: GgufHeader) -> None:
+    """Give a tokenizer the rule of its file where transformers lacks it."""
+    rule = header.text("tokenizer.ggml.pre")
+    if header.text("tokenizer.ggml.model") == "gpt2" and rule in RULES:
+        tokenizer.backend_tokenizer.pre_tokenizer = RULES[rule]()

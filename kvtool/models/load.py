@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvtool.errors import KvtoolError, UsageError
@@ -15,15 +17,16 @@ from kvtool.models.folder import (
     base_of,
     check_folder,
     check_hub,
+    check_tensors,
     find_source,
     in_one_line,
     library_output_on_stderr,
     named_if_quantised,
     tokenizer_folder,
 )
-from kvtool.models.gguf_folder import fill_folder
 from kvtool.models.gguf_load import (
     bring_here,
+    fill_folder,
     load_gguf_config,
     load_gguf_tokenizer,
     load_gguf_weights,
@@ -37,8 +40,9 @@ from kvtool.models.placement import (
 )
 from kvtool.models.quantised import check_plain, check_quantise, loading_options
 from kvtool.models.smollm2 import is_smollm2, unpack_once
-from kvtool.models.tensors import check_tensors
+from kvtool.plain_config import plain_config
 from kvtool.planning.parameters import Bits
+from kvtool.transformers_versions import reads_plain_configs
 
 CHECKPOINT = ("revision", "trust_remote_code")
 """Arguments of `load` that say which files of a checkpoint are read, and how."""
@@ -191,6 +195,29 @@ def load_config(
         in_one_line("configuration", source.name, where),
     ):
         return _load_config(_bring_here(source, where), where)
+
+
+def read_config(model: str | None = None, *, revision: str | None = None, **where: Any) -> Any:
+    """Read what planning asks of a configuration: a folder's config.json itself where it is plain.
+
+    `revision` and `where` are as for `load_config`. A hub ID is asked of the hub, and read by
+    transformers.
+
+    Returns:
+        A `PlainConfig`, or a transformers configuration.
+
+    Raises:
+        UsageError, KvtoolError: as `kvtool.models.load.load`.
+    """
+    check_folder(model, config_only=True)
+    model, revision = base_of(model, revision)
+    source = find_source(model)
+    file = Path(source.place) / "config.json"
+    if source.gguf is None and file.is_file() and reads_plain_configs():
+        plain = plain_config(json.loads(file.read_bytes()))
+        if plain is not None:
+            return plain
+    return load_config(model, revision=revision, **where)
 
 
 def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvtool
 from kvtool.models.config_sizes import MOST_HEADS, MOST_LAYERS, check_sizes
-from kvtool.models.configuration import read_config
-from kvtool.models.load import load_config
+from kvtool.models.load import load_config, read_config
 from tests.models.published import LLAMA_3, QWEN_3
 from tests.models.tiny import tiny_config
 from tests.models_for_tests import SIZES

@@ -7,11 +7,10 @@ from transformers import AutoModelForCausalLM
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models import load as loading
-from kvtool.models.configuration import read_config
 from kvtool.models.folder import check_folder, find_source
-from kvtool.models.gguf_header import read_header
-from kvtool.models.gguf_tokens import RULES
-from kvtool.models.load import load, load_config, load_tokenizer
+from kvtool.models.gguf import read_header
+from kvtool.models.gguf_load import RULES
+from kvtool.models.load import load, load_config, load_tokenizer, read_config
 from kvtool.models.notes import model_note
 from tests.models import tiny_gguf
 
