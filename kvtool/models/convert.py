@@ -14,7 +14,6 @@ from kvtool.models.folder import (
     library_output_on_stderr,
 )
 from kvtool.models.gguf import GgufFile
-from kvtool.models.gguf_load import bring_here, fill_folder
 
 
 def find_file(model: str) -> GgufFile:
@@ -46,6 +45,8 @@ def convert(
     """
     gguf = find_file(model)
     check_hub(model, revision)
+    from kvtool.models.checkpoint import bring_here, fill_folder
+
     with library_output_on_stderr(progress), in_one_line("weights", model, {}):
         found = bring_here(model, gguf, revision)
         write_folder(folder, lambda into: fill_folder(model, found, into, dtype, progress))

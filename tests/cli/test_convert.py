@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_nothing(kvtool, written, monkeypatch):
 
     model = SimpleNamespace(save_pretrained=fail)
     monkeypatch.setattr(
-        "kvtool.models.gguf_load.load_gguf_weights",
+        "kvtool.models.checkpoint.load_gguf_weights",
         lambda *_, **__: (model, {"mismatched_keys": [], "missing_keys": []}),
     )
     done = kvtool("convert", "-q", str(written), "out")

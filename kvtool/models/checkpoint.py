@@ -1,25 +1,108 @@
-"""Load GGUF files through transformers, with their weights unpacked.
+"""Read configuration, tokenizer and weights through transformers: of a folder, the hub or GGUF.
 
-transformers rebuilds configuration and tokenizer from the file's settings, and leaves out some of
-them. What it leaves out is put right here, or the file is refused. So is the name of the rule that
-splits text before its tokens are looked up: transformers takes GPT-2's for all that it lacks.
+From a GGUF file transformers rebuilds configuration and tokenizer, and leaves out some of what the
+file says. That is put right here, or the file is refused. So is the name of the rule that splits
+text before its tokens are looked up: transformers takes GPT-2's for all that it lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
+import torch
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+)
+
+from kvtool.cache.hooks.families import check_supported
 from kvtool.errors import KvtoolError
 from kvtool.models.config_sizes import check_sizes
-from kvtool.models.folder import check_tensors
+from kvtool.models.folder import Source, check_tensors, in_one_line
 from kvtool.models.gguf import CHECKPOINT_HINT, GgufFile, GgufHeader, read_model_header
 from kvtool.transformers_versions import gguf_splits
 
 _NOT_OF_A_CONFIG = ("_model_name_or_path", "unk_token_id")
+
+
+class Checkpoint:
+    """The files of a model, of which the configuration is read at once.
+
+    Attributes:
+        source: where they are; a GGUF file of the hub is downloaded.
+        where: transformers' arguments for which files are read, and how.
+
+    Raises:
+        KvtoolError: no configuration of a model that can be run with a compressed cache.
+    """
+
+    def __init__(self, source: Source, where: Mapping[str, Any]) -> None:
+        self.name, self.where = source.name, where
+        with in_one_line("configuration", self.name, where):
+            if source.gguf is not None:
+                gguf = bring_here(self.name, source.gguf, where.get("revision"))
+                source = source._replace(gguf=gguf)
+            self.source = source
+            self.config = self._read_config()
+
+    def _read_config(self) -> Any:
+        if self.source.gguf is not None:
+            config = load_gguf_config(self.name, self.source.gguf)
+        else:
+            data, _ = PreTrainedConfig.get_config_dict(self.source.place, **self.where)
+            check_sizes(self.name, data)
+            config = AutoConfig.from_pretrained(self.source.place, **self.where)
+        remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+        if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
+            raise KvtoolError(
+                f"model `{self.name}` ({config.model_type}) is not a causal language model"
+            )
+        check_supported(config)
+        return config
+
+    def tokenizer(self, own: str | None) -> Any:
+        """Read the tokenizer.
+
+        Args:
+            own: the folder of an adapter that brings one along.
+        """
+        with in_one_line("tokenizer", self.name, self.where):
+            if own is None and self.source.gguf is not None:
+                return load_gguf_tokenizer(self.name, self.source.gguf)
+            return AutoTokenizer.from_pretrained(own or self.source.place, **self.where)
+
+    def weights(self, progress: bool, **options: Any) -> Any:
+        """Read the weights into a model.
+
+        Args:
+            options: of `from_pretrained`.
+        """
+        if self.source.gguf is not None:
+            gguf, config = self.source.gguf, self.config
+            model, info = load_gguf_weights(gguf, progress, config=config, **options)
+        else:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                self.source.place,
+                config=self.config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                **self.where,
+                **options,
+            )
+        check_tensors(self.name, info)
+        return model
+
+
+# ---- GGUF files
 
 
 def bring_here(name: str, gguf: GgufFile, revision: str | None) -> GgufFile:
@@ -34,9 +117,7 @@ def bring_here(name: str, gguf: GgufFile, revision: str | None) -> GgufFile:
     """
     if gguf.here:
         return gguf
-    from huggingface_hub import hf_hub_download
-
-    path = Path(hf_hub_download(gguf.place, gguf.file, revision=revision))
+    path = Path(huggingface_hub.hf_hub_download(gguf.place, gguf.file, revision=revision))
     found = GgufFile(str(path.parent), path.name, here=True)
     read_model_header(name, found)
     return found
@@ -48,9 +129,6 @@ def load_gguf_config(name: str, gguf: GgufFile) -> Any:
     Raises:
         KvtoolError: no model can have its sizes; what transformers would leave out changes answers.
     """
-    import torch
-    from transformers import AutoConfig, PreTrainedConfig
-
     header = read_model_header(name, gguf)
     check_splits(name, header)
     with _no_bars():
@@ -86,8 +164,6 @@ def _commit(path: Path) -> str | None:
 
 def load_gguf_tokenizer(name: str, gguf: GgufFile) -> Any:
     """Return the tokenizer, which splits text as the file says."""
-    from transformers import AutoTokenizer
-
     header = read_model_header(name, gguf)
     check_splits(name, header)
     with _no_bars():
@@ -109,8 +185,6 @@ def load_gguf_weights(
     Returns:
         The model, and what `from_pretrained` reports of the weights.
     """
-    from transformers import AutoModelForCausalLM, GgufConfig
-
     with contextlib.nullcontext() if progress else _no_bars():
         model, info = AutoModelForCausalLM.from_pretrained(
             gguf.place,
@@ -153,8 +227,6 @@ def fill_folder(name: str, gguf: GgufFile, folder: Path, dtype: str, progress: b
     Raises:
         KvtoolError: the file cannot be read as it should.
     """
-    import torch
-
     config = load_gguf_config(name, gguf)
     tokenizer = load_gguf_tokenizer(name, gguf)
     wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -168,15 +240,11 @@ def fill_folder(name: str, gguf: GgufFile, folder: Path, dtype: str, progress: b
 
 
 def _gpt2() -> Any:
-    from tokenizers.pre_tokenizers import ByteLevel
-
     return ByteLevel(add_prefix_space=False)
 
 
 def _digits_alone() -> Any:
     """Each digit is a piece of its own; what lies between is split by GPT-2's rule."""
-    from tokenizers.pre_tokenizers import Digits, Sequence
-
     return Sequence([Digits(individual_digits=True), _gpt2()])
 
 
