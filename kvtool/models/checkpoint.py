@@ -227,11 +227,9 @@ def fill_folder(name: str, gguf: GgufFile, folder: Path, dtype: str, progress: b
     Raises:
         KvtoolError: the file cannot be read as it should.
     """
-    config = load_gguf_config(name, gguf)
-    tokenizer = load_gguf_tokenizer(name, gguf)
-    wanted: Any = "auto" if dtype == "auto" else getattr(torch, dtype)
-    model, info = load_gguf_weights(gguf, progress, config=config, dtype=wanted)
-    check_tensors(name, info)
+    found = Checkpoint(Source(name, gguf.place, gguf), {})
+    tokenizer = found.tokenizer(None)
+    model = found.weights(progress, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -55,7 +55,7 @@ REFUSED = {
     "no parent": (["FILE", "gone/out"], 2, "gone` does not exist", "mkdir -p"),
     "no GGUF": (["reference", "out"], 2, "`reference` is no GGUF file", "FILE.gguf FOLDER"),
     "missing": (["gone.gguf", "out"], 2, "GGUF file `gone.gguf` does not exist", "REPO:"),
-    "cut": (["cut.gguf", "out"], 1, "cannot read the weights of model `cut.gguf`", ""),
+    "cut": (["cut.gguf", "out"], 1, "cannot read the configuration of model `cut.gguf`", ""),
 }
 
 
