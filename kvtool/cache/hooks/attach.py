@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from weakref import WeakKeyDictionary
+
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -10,6 +13,7 @@ from kvtool.cache.hooks import forward, rope
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment, uncompiled
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import check_supported
+from kvtool.cache.hooks.families import notes as notes
 from kvtool.cache.hooks.generate_calls import GenerateCalls
 from kvtool.cache.hooks.same_cache import PreparedInputs
 from kvtool.cache.steps.call import IMPLEMENTATION
@@ -101,6 +105,37 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         model.set_attn_implementation(previous.implementation)
     note_attachment(model, None)
     return given
+
+
+_LOCK = threading.Lock()
+_USES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+"""Models that are attached for a while only, and how many uses they are in."""
+
+
+def attach_for_a_while(model: PreTrainedModel) -> None:
+    """Attach a model until it is given back as often as it was taken."""
+    with _LOCK:
+        if attachment(model) is None:
+            attach(model)
+            _USES[model] = 0
+        if model in _USES:
+            _USES[model] += 1
+
+
+def give_back(model: PreTrainedModel, *, keep: bool) -> None:
+    """End one use of a model; the last one detaches it.
+
+    Args:
+        keep: leave it attached for good.
+    """
+    with _LOCK:
+        if model not in _USES:
+            return  # its caller has attached it, or it is kept
+        _USES[model] -= 1
+        if keep or _USES[model] == 0:
+            del _USES[model]
+            if not keep:
+                detach(model)
 
 
 AttentionInterface.register(IMPLEMENTATION, kvtool_attention)
