@@ -69,7 +69,7 @@ def find_model(
     if given.model is None:
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.memory import ModelShape
-    from kvtool.models.configuration import read_config
+    from kvtool.models.load import read_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype: str = given.dtype or "auto"

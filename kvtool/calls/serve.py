@@ -91,7 +91,7 @@ class ServeRun:
     def _serve(self, loaded: Loaded, watcher: Watcher) -> Served:
         from kvtool.engines.offers import Opener
         from kvtool.engines.server import Served
-        from kvtool.generation.live import LiveAnswers
+        from kvtool.generation.answering_thread import LiveAnswers
         from kvtool.generation.model_settings import check_drawing, drawing_settings
 
         settings, model = self.settings, loaded.model

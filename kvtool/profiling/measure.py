@@ -14,7 +14,7 @@ from kvtool.cache.hooks.probes import find_query_rotations
 from kvtool.cache.whole.layers import attention_layers
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.finite import broken_entries, explain
+from kvtool.generation.broken_numbers import broken_entries, explain
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis

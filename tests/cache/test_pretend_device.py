@@ -15,7 +15,7 @@ import kvtool
 from kvtool.cache.steps import attend
 from kvtool.cache.whole.batching import append_entries, keep_entries
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.shared import prefill_shared
+from kvtool.generation.shared_prefill import prefill_shared
 from kvtool.kernels import trust
 from kvtool.kernels.kind import CODES, Family
 from kvtool.policies.codec.codec import Codec

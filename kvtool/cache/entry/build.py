@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvtool.cache.hooks import attach as hooks
 from kvtool.cache.hooks.attachment import attachment, uncompiled
 from kvtool.cache.hooks.blocks import CacheMaker
-from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls, generate_calls
+from kvtool.cache.hooks.generate_calls import LOCK, GenerateCalls
 from kvtool.cache.hooks.modules import find_projections, show_hidden
 from kvtool.cache.hooks.probes import find_query_rotations, find_rotations, rank_model
 from kvtool.cache.hooks.rope import length_rope
@@ -322,7 +322,7 @@ def _maker(
 
 
 def _calls(model: PreTrainedModel) -> GenerateCalls:
-    calls = generate_calls(model)
+    calls = GenerateCalls.of(model)
     if calls is None:
         hooks.detach(model)
         raise KvtoolError(f"`{type(model).__name__}` generates no text, so it has no calls")

@@ -8,8 +8,8 @@ import torch
 
 import kvtool
 from kvtool.generation import compress, generate, prefill, token_logprobs
+from kvtool.generation.broken_numbers import BrokenNumbers, broken_entries
 from kvtool.generation.decoding import decode_loop
-from kvtool.generation.finite import BrokenNumbers, broken_entries
 from kvtool.models.load import load
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -200,7 +200,7 @@ def test_scores_of_a_known_text(chunk):
 
 def test_a_good_model_is_passed_once(monkeypatch):
     model, tokenizer = make()
-    monkeypatch.setattr("kvtool.generation.finite.find", None)
+    monkeypatch.setattr("kvtool.generation.broken_numbers.find", None)
     generate(
         model, tokenizer, kvtool.build_cache(model, "h2o", 16), ids_of(tokenizer), max_new_tokens=4
     )

@@ -9,7 +9,7 @@ from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.errors import UsageError
 from kvtool.generation import prefill
 from kvtool.generation.feeding import decode_step
-from kvtool.generation.shared import can_share, prefill_shared
+from kvtool.generation.shared_prefill import can_share, prefill_shared
 from kvtool.sizes import LONG_PROMPT
 from tests.models_for_tests import any_cache, family_model, peaky_model, random_ids
 from tests.tiers import first
