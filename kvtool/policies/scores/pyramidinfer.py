@@ -18,16 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate.pyramidinfer import Cosine
 from kvtool.policies.evidence import AttentionRows, asked
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
 
@@ -71,8 +69,6 @@ class PyramidInfer(Score):
         return max(int(self.recent_ratio * first_layer_budget), 1)
 
     def vote_weights(self, rows: int, first_layer_budget: Count) -> Tensor:
-        import torch
-
         first_layer_budget = torch.as_tensor(first_layer_budget).view(-1, 1)
         voters = (self.recent_ratio * first_layer_budget.double()).long().clamp(min=1)
         age = torch.arange(rows - 1, -1, -1, device=first_layer_budget.device)
@@ -87,8 +83,6 @@ class PyramidInfer(Score):
         )
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
-        import torch
-
         first_layer_budget = torch.as_tensor(view.first_layer_budget).double()
         recent = (self.recent_ratio * first_layer_budget).long() + 1
         return view.sinks(self.sinks) | view.recent(recent.to(view.positions.device))
