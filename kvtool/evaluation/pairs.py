@@ -8,8 +8,7 @@ from itertools import product
 from kvtool.documents.results import VariantEntry
 from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.planning.variants import Variant
-from kvtool.policies.grammar import parse_policy
-from kvtool.policies.label import label_of
+from kvtool.policies.grammar import label_of, parse_policy
 from kvtool.policies.spelling import part_name, spell_settings, split_outside
 
 Pair = tuple[VariantEntry, VariantEntry]

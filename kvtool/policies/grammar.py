@@ -20,7 +20,14 @@ from kvtool.policies.installed import installed_base, placed
 from kvtool.policies.outside import build_outside, is_outside, named_parts
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
-from kvtool.policies.spelling import read_part, read_settings, split_outside
+from kvtool.policies.spelling import (
+    is_inside,
+    part_name,
+    read_part,
+    read_settings,
+    spell_settings,
+    split_outside,
+)
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
 
@@ -165,3 +172,20 @@ def with_allocator(policy: Policy, allocator: str, typed: str | None = None) -> 
     if isinstance(chosen, HeadSplit):
         return replace(policy, heads=chosen)
     return replace(policy, allocate=chosen)
+
+
+def label_of(policy: Policy) -> str:
+    """Return the policy string with the name of a score from outside in place of its module.
+
+    The name is the score's setting `label`, where it has one that is not empty, and else its
+    `name` with its settings. A name of kvtool's own stays with kvtool's.
+    """
+    spelled, score = str(policy), policy.score
+    if is_inside(type(score)):
+        return spelled
+    own = getattr(score, "label", None)
+    named = isinstance(own, str) and own
+    short = str(own) if named else score.name + spell_settings(score)
+    if short.partition("(")[0] in BASES:
+        return spelled
+    return short + spelled.removeprefix(part_name(score) + spell_settings(score))

@@ -56,7 +56,7 @@ BASES: dict[str, str] = {
     "loki": "read.loki:Loki",
     "hsa": "read.hsa:HSA",
     "rocketkv": "scores.rocketkv:RocketKV",
-    "rocketkv-mt": "scores.rocketkv_mt:RocketKVMT",
+    "rocketkv-mt": "scores.rocketkv:RocketKVMT",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",

@@ -19,9 +19,9 @@ from typing import ClassVar
 from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.votes import pool_votes
+from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, HeadSizes, State
-from kvtool.policies.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time

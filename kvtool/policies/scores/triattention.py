@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
+from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero, half, minimum
-from kvtool.policies.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
 from kvtool.policies.spelling import check_least, computed
