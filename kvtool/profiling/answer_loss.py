@@ -30,8 +30,7 @@ from kvtool.cache.whole.replay import replay
 from kvtool.generation.broken_numbers import check_logits
 from kvtool.generation.feeding import forward, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.policies.allocate.fixed import OneHead
-from kvtool.policies.fixed_heads import with_fixed_heads
+from kvtool.policies.allocate.fixed import OneHead, with_fixed_heads
 from kvtool.policies.policy import Policy
 
 

@@ -143,7 +143,7 @@ def test_it_is_spelled_as_it_is_read(kvtool):
         ("my_own.broken:MyScore", "cannot import module `my_own.broken`: AttributeError: module"),
         ("my_own.leaving:MyScore", "cannot import module `my_own.leaving`: SystemExit: 0"),
         ("my_own.lacking:MyScore", "No module named 'no_such_package_at_all'"),
-        ("my_own.scores:", "cannot read `my_own.scores:` in a policy"),
+        ("my_own.scores:", "cannot read `my_own.scores:` as a policy"),
         ("h2o+my_own.scores:MyScore", "is a base policy and cannot modify `h2o`"),
     ],
 )

@@ -10,14 +10,12 @@ exact; ties go to the lower position.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import order_key
 from kvtool.policies.parts import Select, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> Tensor:
@@ -36,8 +34,6 @@ def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> T
     Returns:
         (batch, slots) int64, 0 for the token that is kept first; others than the free ones last.
     """
-    import torch
-
     runs = _neighbours(positions, length)
     # in float64, since three times 0.1 in float32, divided by 3, isn't the 0.1 that it ties with
     share = torch.where(free, scores, 0.0).double()
@@ -53,8 +49,6 @@ def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> T
 
 def _neighbours(positions: Tensor, length: int) -> Tensor:
     """Number the runs that there are, (batch, slots) int64, in ascending position from 0 on."""
-    import torch
-
     place = positions.long()
     run, order = torch.where(place < 0, -1, place // length).sort(stable=True, dim=1)
     changes = torch.zeros_like(run)
@@ -67,8 +61,6 @@ def _descending(scores: Tensor) -> Tensor:
 
 
 def _counting(like: Tensor) -> Tensor:
-    import torch
-
     return torch.arange(like.shape[1], device=like.device).expand(like.shape)
 
 
