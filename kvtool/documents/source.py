@@ -12,30 +12,26 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvtool.documents.files import expand, read_bytes, read_stdin
+from kvtool.documents.files import expand, read_utf8
 from kvtool.documents.readers import parse_json, parse_yaml
 from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, clip, did_you_mean, quote
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
 _WAY = 100  # characters of the way to a value that a message repeats
-_NOUNS = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "mapping_type": "a mapping",
-    "model_attributes_type": "a mapping",
-    "model_type": "a mapping",
-    "none_required": "null",
-    "string_type": "text",
-    "tuple_type": "a list",
+_NOUNS = {  # by the beginning of a kind of pydantic's
+    "bool": "true or false",
+    "dict": "a mapping",
+    "float": "a number",
+    "int": "a whole number",
+    "list": "a list",
+    "mapping": "a mapping",
+    "model": "a mapping",
+    "none": "null",
+    "string": "text",
+    "tuple": "a list",
 }
+_TYPE = re.compile(r"([a-z]+)_(?:\w+_)?(?:type|parsing|required|from_float)")
 _BOUNDS = {
     "greater_than": ("above", "gt"),
     "greater_than_equal": ("at least", "ge"),
@@ -61,7 +57,7 @@ def find_problems(
     inner = {keys[:depth] for keys, _ in found for depth in range(len(keys))}
     problems: list[Problem] = []
     for (keys, unknown), group in found.items():
-        if keys in inner and all(details["type"] in _NOUNS for details in group):
+        if keys in inner and all(map(_noun, group)):
             continue  # the message of a better fitting member of the union is shown
         suggest = len(problems) < _SUGGESTIONS
         message = _unknown(model, keys, suggest=suggest) if unknown else _message(group)
@@ -79,9 +75,8 @@ def reason(error: ValueError) -> str:
     """Say in one line what is wrong with data of no document: the first mistake."""
     if not isinstance(error, ValidationError):
         return str(error)
-    first = error.errors(include_url=False)[0]
-    way = ".".join(map(str, first["loc"]))
-    return clip(f"{way[:_WAY]}: {_message([first])}" if way else _message([first]))
+    way = ".".join(map(str, error.errors()[0]["loc"]))[:_WAY]
+    return clip(f"{way}: {first_mistake(error)}" if way else first_mistake(error))
 
 
 def _keys(details: ErrorDetails, node: Node) -> Keys:
@@ -117,6 +112,12 @@ def _message(group: list[ErrorDetails]) -> str:
     return next(_sentence(details) for details in group if _expected(details) is None)
 
 
+def _noun(details: ErrorDetails) -> str | None:
+    """Say of what type a value must be, where that is what is wrong."""
+    found = _TYPE.fullmatch(details["type"])
+    return _NOUNS.get(found[1]) if found else None
+
+
 def _expected(details: ErrorDetails) -> str | None:
     """Say in a noun what would be right."""
     kind, context = details["type"], details.get("ctx", {})
@@ -125,7 +126,7 @@ def _expected(details: ErrorDetails) -> str | None:
     if kind in _BOUNDS:
         word, bound = _BOUNDS[kind]
         return f"{word} {context[bound]}"
-    return _NOUNS.get(kind)
+    return _noun(details)
 
 
 def _sentence(details: ErrorDetails) -> str:
@@ -260,13 +261,7 @@ class Source:
 
     def problem(self, keys: Keys, message: str, *, at_key: bool = False) -> Problem:
         """Return a problem at a value, or at its key; what is missing is reported at its parent."""
-        node = self.node
-        for key in keys:
-            child = node.child(key)
-            if child is None:
-                break
-            node = child
-        return Problem(node.key if at_key and node.key else node.mark, keys, message)
+        return Problem(_mark(self.node, keys, key=at_key), keys, message)
 
     def validate(
         self,
@@ -296,6 +291,15 @@ class Source:
         except ValidationError as error:
             raise DocumentError(find_problems(error, model, node, at)) from None
 
+    def take(self, model: type[Model], *, command: str) -> Model:
+        """Return the whole document as a model, whose kind it must have.
+
+        Raises:
+            DocumentError: another kind or version; every mistake, each with its place.
+        """
+        check_kind(self, takes=(model.model_fields["kind"].default,), command=command)
+        return self.validate(model)
+
 
 def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
     nodes = {}
@@ -312,12 +316,17 @@ def read_source(path: str, *, option: str) -> Source:
         option: what the path was given for, in errors.
 
     Raises:
-        UsageError: stdin is a terminal or empty; else as `read_file`.
+        UsageError: stdin is a terminal; else as `read_file`.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
-    if path == "-":
-        return Source.parse(_decode(_read_stdin(option), "stdin"), "<stdin>")
-    return read_file(expand(path), option=option)
+    if path != "-":
+        return read_file(expand(path), option=option)
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError(
+            f"{option}: `-` reads stdin, which is a terminal",
+            hint="pipe a document into the command, or name a file",
+        )
+    return Source.parse(read_utf8(path, "", most=_LARGEST, kind="document")[1], "<stdin>")
 
 
 def read_file(path: Path, *, option: str) -> Source:
@@ -327,19 +336,45 @@ def read_file(path: Path, *, option: str) -> Source:
         UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
-    name = f"{option}: `{path}`"
-    try:
-        data = read_bytes(path, name, most=_LARGEST, kind="document")
-    except UsageError:
-        raise
-    except FileNotFoundError:
-        raise UsageError(f"{name} does not exist") from None
-    except IsADirectoryError:
-        raise UsageError(f"{name} is a folder, not a file") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{option}: cannot read `{path}`: {reason}") from None
-    return Source.parse(_decode(data, name), str(path), path)
+    text = read_utf8(path, f"{option}:", most=_LARGEST, kind="document")[1]
+    return Source.parse(text, str(path), path)
+
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def is_document(path: str | Path) -> bool:
+    """Whether a path is that of a document, and not a model's folder or its name."""
+    place = expand(path)
+    return place.suffix.lower() in _SUFFIXES or place.is_file()
+
+
+def source_of(given: Any, what: str) -> Source:
+    """Return a document that a Python call is given by its data or its file.
+
+    Args:
+        what: is wanted, as an error begins.
+
+    Raises:
+        UsageError, DocumentError: a file that cannot be read; neither data nor file.
+    """
+    if isinstance(given, Mapping):
+        name = f"the {given.get('kind', 'recipe')}"
+        return Source(name, Node.of(dict(given), Mark(name)))
+    if isinstance(given, (str, Path)):
+        return read_source(str(given), option=what.removeprefix("a "))
+    raise UsageError(f"{what} is a document, its data or its file, got {type(given).__name__}")
+
+
+def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model:
+    """Return a document that is given as such, by its data or by its file.
+
+    Raises:
+        UsageError, DocumentError: as `source_of` and `Source.take`.
+    """
+    if isinstance(given, model):
+        return given
+    return source_of(given, what).take(model, command=command)
 
 
 def read_named(path: Path, *, option: str, kind: str) -> Source:
@@ -362,28 +397,6 @@ def read_named(path: Path, *, option: str, kind: str) -> Source:
 def _declares(text: str, kind: str) -> bool:
     """Whether a text that cannot be read says of what kind it is."""
     return re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text) is not None
-
-
-def _read_stdin(option: str) -> bytes:
-    if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError(
-            f"{option}: `-` reads stdin, which is a terminal",
-            hint="pipe a document into the command, or name a file",
-        )
-    data = read_stdin(most=_LARGEST, kind="document")
-    if not data.strip():
-        raise UsageError("stdin is empty (did the previous command fail?)")
-    return data
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
 
 
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:

@@ -49,6 +49,11 @@ class Mark:
         return self.at() if callable(self.at) else self.at
 
     @property
+    def in_text(self) -> bool:
+        """Whether it is a place in a text, and not a flag."""
+        return self.at is not None
+
+    @property
     def line(self) -> int:
         """The line, from 1."""
         return bisect_right(_line_starts(self.text), self.index or 0)

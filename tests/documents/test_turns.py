@@ -142,7 +142,7 @@ def test_arrays_that_hold_no_turns_are_refused_with_the_place(tmp_path):
         ('[{"role": "user", "content": null}]', "a turn is text, got null"),
         ('[{"role": "user", "content": ""}]', "a turn must not be empty"),
         ('[["a"]]', "a turn is text, got a list"),
-        ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: text after the end"),
+        ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: extra data"),
         ('["a", "b"', "not valid JSON"),
     ]:
         with pytest.raises(DocumentError, match=r"turns:1:\d+|turns:2:1") as caught:
