@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -327,6 +328,30 @@ class _Places:
             node = node.child(key) or node
         mark = node.key if of_key and node.key else node.mark
         return mark.index or 0
+
+
+Item = tuple[Mark, Callable[[], Any]]
+"""The place of a value in a file of many, and what reads it."""
+
+
+def json_array(text: str, name: str) -> Iterator[Item]:
+    """Yield the items of a text that is one JSON array, or the one value that it is.
+
+    Raises:
+        DocumentError: as `parse_json`.
+    """
+    top = parse_json(text, name)
+    for item in top.value if isinstance(top.value, list) else [top]:
+        yield item.mark, partial(getattr, item, "data")
+
+
+def json_lines(text: str, name: str) -> Iterator[Item]:
+    """Yield the lines of a text that are not blank; only LF ends one, as JSON may hold others."""
+    start = 0
+    for line in text.split("\n"):
+        if line.strip():
+            yield Mark(name, text, start), partial(load_json, line, unique=True)
+        start += len(line) + 1
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

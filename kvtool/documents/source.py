@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,6 +78,14 @@ def reason(error: ValueError) -> str:
         return str(error)
     way = ".".join(map(str, error.errors()[0]["loc"]))[:_WAY]
     return clip(f"{way}: {first_mistake(error)}" if way else first_mistake(error))
+
+
+def problem_of(mark: Mark, error: ValueError) -> Problem:
+    """Say what is wrong with a value that stands alone in a line, and where."""
+    if isinstance(error, json.JSONDecodeError):
+        mark = replace(mark, at=(mark.index or 0) + error.pos)
+        return Problem(mark, (), f"is not JSON: {error.msg.lower()}")
+    return Problem(mark, (), reason(error))
 
 
 def _keys(details: ErrorDetails, node: Node) -> Keys:

@@ -538,6 +538,6 @@ def test_several_readings_tell_their_mistakes_together():
         "a.yaml:2:9: policy: is wrong",
         "a.yaml:3:7: seed: is wrong",
     ]
-    with pytest.raises(UsageError, match="^no tasks$"):
+    with pytest.raises(UsageError, match=r"^no tasks$"):
         gather(lambda: 1, without_a_place)
     assert gather(lambda: 1, lambda: 2) == [1, 2]

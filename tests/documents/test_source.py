@@ -217,7 +217,7 @@ def test_reads_a_file_and_stdin(tmp_path, monkeypatch):
 
 def test_stdin_that_holds_nothing_is_refused(monkeypatch):
     feed(monkeypatch, b"  \n")
-    with pytest.raises(UsageError, match="^`<stdin>` is empty"):
+    with pytest.raises(UsageError, match=r"^`<stdin>` is empty"):
         read_source("-", option="RECIPE")
     feed(monkeypatch, b"", terminal=True)
     with pytest.raises(UsageError, match=r"^RECIPE: `-` reads stdin, which is a terminal(;|$)"):
