@@ -18,7 +18,6 @@ from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
 _ROOM = 16  # bytes of a temporary's name beside that of its file
-_SHOWN = 40  # letters of a name that is too long
 
 
 def as_folder(name: str) -> str:
@@ -74,17 +73,12 @@ def check_name(path: Path, option: str) -> None:
     """Refuse a path with a name that no file can have.
 
     Raises:
-        UsageError: a part of it is longer than 255 bytes, or all of it than the system takes.
+        UsageError: a part of it, or all of it, is longer than the system takes.
     """
-    for part in path.parts:
-        size = len(os.fsencode(part))
-        if size > _LONGEST_NAME:
-            raise UsageError(
-                f"{option}: `{part[:_SHOWN]}...` has {size} bytes, and a file name has at most "
-                f"{_LONGEST_NAME}"
-            )
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise UsageError(f"{option}: a path has at most {_LONGEST_PATH} bytes")
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
+        limits = f"a file name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
+        raise UsageError(f"{option}: {limits}, got {quote(path)}")
 
 
 def check_unicode(name: str, what: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtool.documents.files import expand
 from kvtool.documents.readers import parse_yaml
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.source import Source, check_version, read_named, show
+from kvtool.documents.source import Source, check_version, read_file, show
 from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, did_you_mean
 
@@ -187,7 +187,7 @@ def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
     path = (source.path.parent if source.path else Path()) / expand(entry.value)
     if path.resolve() in outer:
         raise UsageError(f"`{path}` includes itself")
-    included = read_named(path, option="include", kind="recipe")
+    included = read_file(path, option="include", kind="recipe")
     values, keys, message = included.node.value, (), None
     if included.kind not in (None, "recipe"):
         keys, message = ("kind",), f"an included file is a recipe, got {show(included.kind)}"

@@ -101,7 +101,8 @@ def parse_yaml(text: str, name: str) -> Node:
         raise DocumentError([Problem(Mark(name, text, odd.start()), (), message)])
     slow = len(text) <= _SHORT and _SURROGATE.search(text)
     try:
-        return _Composer(text, name, yaml.Loader(text) if slow else _PARSER(text)).document()
+        parser = yaml.Loader if slow else _PARSER
+        return _Composer(text, name, parser(str(text))).document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         at = mark.index if mark else 0

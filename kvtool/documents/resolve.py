@@ -15,7 +15,7 @@ from kvtool.documents.overrides import apply_sets, overlay, resolve_includes, sp
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.settings import settings_of
-from kvtool.documents.source import Source, check_kind, read_named, source_of
+from kvtool.documents.source import Source, check_kind, read_file, source_of
 from kvtool.documents.tree import DocumentError, Mark, Node, Problem
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import parse_count
@@ -240,7 +240,7 @@ def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> Plan
         return piped
     if isinstance(recipe.plan, str):
         folder = Path() if source.path is None else source.path.parent
-        read = read_named(folder / expand(recipe.plan), option="budget.plan", kind="plan")
+        read = read_file(folder / expand(recipe.plan), option="budget.plan", kind="plan")
     else:
         read = Source("budget.plan", Node.of(recipe.plan, Mark("budget.plan")))
     return read.take(PlanDocument, command="budget.plan")

@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 
 from kvtool.documents.files import expand, read_utf8
 from kvtool.documents.readers import parse_json, parse_yaml
-from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
+from kvtool.documents.tree import DocumentError, Hidden, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, clip, did_you_mean, quote
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
@@ -211,7 +211,6 @@ def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
 
 SCHEMA_VERSION = 1
 _LARGEST = 4 * 2**20  # bytes of a file
-_RECIPE_KEYS = {"policy", "policies", "budget", "eval", "modifiers", "generation"}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -338,14 +337,20 @@ def read_source(path: str, *, option: str) -> Source:
     return Source.parse(read_utf8(path, "", most=_LARGEST, kind="document")[1], "<stdin>")
 
 
-def read_file(path: Path, *, option: str) -> Source:
+def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
     """Read a document from a file.
+
+    Args:
+        kind: that another document says the file is; one that does not say so itself shows none of
+            its lines.
 
     Raises:
         UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
     text = read_utf8(path, f"{option}:", most=_LARGEST, kind="document")[1]
+    if kind is not None and not re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text):
+        text = Hidden(text)
     return Source.parse(text, str(path), path)
 
 
@@ -386,28 +391,6 @@ def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model
     return source_of(given, what).take(model, command=command)
 
 
-def read_named(path: Path, *, option: str, kind: str) -> Source:
-    """Read a document that another document names; one of another kind shows none of its lines.
-
-    Raises:
-        UsageError, DocumentError: as `read_file`.
-    """
-    try:
-        source = read_file(path, option=option)
-    except DocumentError as error:
-        if _declares(error.problems[0].mark.text, kind):
-            raise
-        raise DocumentError([problem.without_line() for problem in error.problems]) from None
-    if source.kind != kind:
-        source = replace(source, node=source.node.without_lines())
-    return source
-
-
-def _declares(text: str, kind: str) -> bool:
-    """Whether a text that cannot be read says of what kind it is."""
-    return re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text) is not None
-
-
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
     """Refuse a document that a command does not take.
 
@@ -422,11 +405,12 @@ def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
     if not isinstance(source.node.value, dict):
         raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
     if source.node.child("kind") is None:
-        looks_so = "recipe" in takes and _RECIPE_KEYS & source.node.value.keys()
-        hint: str | None = f"add the line `kind: {'recipe' if looks_so else takes[0]}`"
-        raise DocumentError([source.problem((), f"`kind` is missing; {wanted}")], hint=hint)
+        problem = source.problem((), f"`kind` is missing; {wanted}")
+        raise DocumentError([problem], hint=f"add the line `kind: {takes[0]}`")
     if source.kind not in takes:
-        hint = did_you_mean(str(source.kind), takes) or _next_step(source, takes)
+        hint = did_you_mean(str(source.kind), takes)
+        if source.kind == "profile" and "plan" in takes:
+            hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
         problem = source.problem(("kind",), f"{wanted}, got {show(source.kind)}")
         raise DocumentError([problem], hint=hint)
     check_version(source)
@@ -440,16 +424,8 @@ def check_version(source: Source) -> None:
     """
     node = source.node.child("schema_version")
     version = node.data if node else SCHEMA_VERSION
-    if type(version) is int and version > SCHEMA_VERSION:
-        message = f"{version} was made by a newer kvtool; this one reads {SCHEMA_VERSION}"
-        problem = source.problem(("schema_version",), message)
-        raise DocumentError([problem], hint="upgrade kvtool")
     if type(version) is not int or version != SCHEMA_VERSION:
-        message = f"must be {SCHEMA_VERSION}, got {show(version)}"
-        raise DocumentError([source.problem(("schema_version",), message)])
-
-
-def _next_step(source: Source, takes: Sequence[str]) -> str | None:
-    if source.kind == "profile" and "plan" in takes:
-        return f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
-    return None
+        message = f"this kvtool reads {SCHEMA_VERSION}, got {show(version)}"
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        problem = source.problem(("schema_version",), message)
+        raise DocumentError([problem], hint="upgrade kvtool" if newer else None)
