@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -20,25 +20,22 @@ from kvtool.errors import UsageError, clip, did_you_mean, quote
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
 _WAY = 100  # characters of the way to a value that a message repeats
-_NOUNS = {  # by the beginning of a kind of pydantic's
-    "bool": "true or false",
-    "dict": "a mapping",
-    "float": "a number",
-    "int": "a whole number",
+_TYPES = {  # as pydantic calls them
+    "boolean": "true or false",
+    "dictionary": "a mapping",
+    "integer": "a whole number",
     "list": "a list",
-    "mapping": "a mapping",
-    "model": "a mapping",
-    "none": "null",
+    "number": "a number",
     "string": "text",
     "tuple": "a list",
 }
-_TYPE = re.compile(r"([a-z]+)_(?:\w+_)?(?:type|parsing|required|from_float)")
-_BOUNDS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
+_BOUNDS = (
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "above"),
+    ("less than", "below"),
+    ("None", "null"),
+)
 
 
 def find_problems(
@@ -114,53 +111,35 @@ def _mark(node: Node, keys: Keys, *, key: bool) -> Mark:
 
 def _message(group: list[ErrorDetails]) -> str:
     """Say what is wrong with one value; alternatives of a union are named together."""
-    first = group[0]
-    expected = list(dict.fromkeys(filter(None, map(_expected, group))))
-    if len(expected) == len({_sentence(details) for details in group}):
-        return f"must be {_either(expected)}, got {show(first['input'])}"
-    return next(_sentence(details) for details in group if _expected(details) is None)
+    nouns: list[str] = []
+    for details in group:
+        noun = _noun(details)
+        if noun is None:
+            return _sentence(details)
+        nouns += [noun] if noun not in nouns else []
+    listed = " or ".join(filter(None, [", ".join(nouns[:-1]), nouns[-1]]))
+    return f"must be {listed}, got {show(group[0]['input'])}"
 
 
 def _noun(details: ErrorDetails) -> str | None:
-    """Say of what type a value must be, where that is what is wrong."""
-    found = _TYPE.fullmatch(details["type"])
-    return _NOUNS.get(found[1]) if found else None
-
-
-def _expected(details: ErrorDetails) -> str | None:
-    """Say in a noun what would be right."""
-    kind, context = details["type"], details.get("ctx", {})
-    if kind == "literal_error":
-        return context["expected"].replace("'", "`")
-    if kind in _BOUNDS:
-        word, bound = _BOUNDS[kind]
-        return f"{word} {context[bound]}"
-    return _noun(details)
+    """Say what a value must be, where pydantic has a noun for it."""
+    _, said, noun = details["msg"].partition("Input should be ")
+    typed = re.match(r"a valid (\w+)", noun)
+    if typed:
+        return _TYPES.get(typed[1], typed[0])
+    for theirs, ours in _BOUNDS:
+        noun = noun.replace(theirs, ours)
+    return noun.replace("'", "`") if said else None
 
 
 def _sentence(details: ErrorDetails) -> str:
-    expected, kind = _expected(details), details["type"]
-    if expected is not None:
-        return expected
-    if kind == "missing":
+    if details["type"] == "missing":
         return "is required"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
         return str(cause)
-    if kind == "string_too_short" and not details["input"]:
-        return "must not be empty"
-    if kind in ("too_short", "too_long"):
-        context = details["ctx"]
-        bound = "at least" if kind == "too_short" else "at most"
-        count = context.get("min_length", context.get("max_length"))
-        return f"must hold {bound} {count}, got {context['actual_length']}"
-    message = details["msg"].removeprefix("Value error, ").replace("'", "`")
-    message = message.replace("Input should", "must").rstrip(".")
+    message = details["msg"].replace("'", "`").replace("Input should", "must").rstrip(".")
     return message[:1].lower() + message[1:]
-
-
-def _either(words: list[str]) -> str:
-    return " or ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def show(value: Any) -> str:
@@ -196,17 +175,11 @@ def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
         elif keys[0] in annotation.model_fields:
             yield from _models(annotation.model_fields[keys[0]].annotation, keys[1:])
         return
-    members = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        yield from _models(members[0], keys)
-    elif get_origin(annotation) in (list, tuple, dict):
-        inside = members[-1] if get_origin(annotation) is dict else members[0]
-        if keys:
-            yield from _models(inside, keys[1:])
-        yield from _models(inside, keys)  # one item is read as a list of one
-    else:
-        for member in members:
-            yield from _models(member, keys)
+    inside = get_origin(annotation) in (list, tuple, dict)
+    for member in get_args(annotation):
+        if inside and keys:
+            yield from _models(member, keys[1:])
+        yield from _models(member, keys)  # one item is read as a list of one
 
 
 SCHEMA_VERSION = 1

@@ -180,7 +180,7 @@ def test_a_mistake_is_told_at_its_place():
             "2:15: policy.1: must be a policy such as `h2o(recent=8)` or {name: h2o, recent: 8}, "
             "got `3`",
         ),
-        ("policy: []", "2:9: policy: must hold at least 1, got 0"),
+        ("policy: []", "2:9: policy: list should have at least 1 item"),
         (
             "policy:\n- name: h2o+caote",
             "3:9: policy.0.name: must be one name, without parameters or modifiers, such as `h2o`, "
@@ -424,7 +424,7 @@ def test_ranges_are_checked_where_they_stand():
         ("generation: {temperature: 1.0e-300}", "must be 0 or more, and at least 1e-06"),
         ("budget: [[1]]", "budget `[1]` is not a size"),
         ("budget: {tokens: [[1]]}", "must be a whole number, got a list"),
-        ("policy: [" + "h2o, " * 501 + "]", "must hold at most 500, got 501"),
+        ("policy: [" + "h2o, " * 501 + "]", "list should have at most 500 items"),
     ]:
         (found,) = mistakes(f"kind: recipe\n{text}\n")
         assert told in found
