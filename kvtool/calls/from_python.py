@@ -117,7 +117,7 @@ def from_python(
         if name in values:
             values[name] = read(values[name])
     if values.get("recipe") is not None:
-        from kvtool.documents.from_python import document_of
+        from kvtool.documents.resolve import document_of
 
         values["recipe"] = document_of(values["recipe"], "a plan or recipe")
     return kind(model=source.name, loaded=source.loaded, **values)

@@ -193,19 +193,12 @@ def plan(
 
 def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
     """Return a profile, or a model: whichever is given."""
-    from kvtool.documents.from_python import document_of, is_document
-    from kvtool.documents.plan import PlanDocument
     from kvtool.documents.profile import ProfileDocument
+    from kvtool.documents.source import is_document, read_as
 
-    if isinstance(source, ProfileDocument):
-        return source, None
-    if isinstance(source, Mapping) or (isinstance(source, (str, Path)) and is_document(source)):
-        from kvtool.documents.source import check_kind
-
-        read = document_of(source, "a profile")
-        assert not isinstance(read, PlanDocument), "no document was given"
-        check_kind(read, takes=("profile",), command="kvtool.plan")
-        return read.validate(ProfileDocument), None
+    named = isinstance(source, (str, Path)) and is_document(source)
+    if named or isinstance(source, (Mapping, ProfileDocument)):
+        return read_as(source, ProfileDocument, "a profile", command="kvtool.plan"), None
     return None, source
 
 
@@ -457,11 +450,9 @@ def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | No
     if not isinstance(profile, str):
         return profile
     from kvtool.documents.profile import ProfileDocument
-    from kvtool.documents.source import check_kind, read_source
+    from kvtool.documents.source import read_as
 
-    source = read_source(profile, option="profile")
-    check_kind(source, takes=("profile",), command="kvtool plan-budget")
-    return source.validate(ProfileDocument)
+    return read_as(profile, ProfileDocument, "profile", command="kvtool plan-budget")
 
 
 def _lengths(
