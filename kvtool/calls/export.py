@@ -17,7 +17,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import ExportDocument
-    from kvtool.engines.vllm.export import VirtualPrompt
+    from kvtool.engines.vllm.virtual_prompt import VirtualPrompt
     from kvtool.models.attached import ModelSource
     from kvtool.models.load import Loaded
 
@@ -156,7 +156,7 @@ def export(
         return asked.run(watcher)
     path = expand(str(save))
     _check_save(path)
-    from kvtool.engines.vllm.export import export_cache
+    from kvtool.engines.vllm.virtual_prompt import export_cache
 
     exported = export_cache(cache, model=model, tokenizer=tokenizer, dtype=_torch_dtype(dtype))
     for line in exported.notes:
@@ -167,7 +167,7 @@ def export(
 
 def export_loaded(cache: KVCache, loaded: Loaded, dtype: str | None = None) -> VirtualPrompt:
     """Export a cache of a loaded model."""
-    from kvtool.engines.vllm.export import export_cache
+    from kvtool.engines.vllm.virtual_prompt import export_cache
 
     return export_cache(
         cache,
