@@ -86,9 +86,9 @@ class Ask(Section):
     temperature: Annotated[float, Field(le=2), AfterValidator(check_temperature)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], Field(max_length=16), BeforeValidator(listed)
-    ] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)] = Field(
+        default_factory=list, max_length=16
+    )
     kvtool: Choice = Choice()
     max_completion_tokens: TokenCount | None = None
     max_tokens: TokenCount | None = None
