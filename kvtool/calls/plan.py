@@ -11,18 +11,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.from_python import (
-    check_choice,
-    check_keywords,
-    check_text,
-    keywords_of,
-    read_policy,
-    spell_dtype,
-    takes,
-)
+from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
 from kvtool.documents.budget_curves import BudgetCurves, read_curves
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
@@ -176,17 +168,11 @@ def plan(
     targets: dict[str, Any] = {
         name: None if each is None else str(each) for name, each in given.items()
     }
-    batch, policy = settings.get("batch", 1), settings.get("policy")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
-    dtype = spell_dtype(settings.get("dtype"))
-    check_choice("dtype", dtype)
-    check_text("allocator", settings.get("allocator"))
     profile, named = _read_source(source)
-    policy = None if policy is None else read_policy(policy)
-    _ = PlanSettings(policy=policy, **targets).target
-    model = _read_model(named if model is None else model, dtype)
-    asked = PlanSettings(**settings | targets | model | {"profile": profile, "policy": policy})
+    settings = checked(PlanSettings, {"policy": UNSAID, **settings, **targets})
+    _ = PlanSettings(policy=settings["policy"], **targets).target
+    model = _read_model(named if model is None else model, settings.get("dtype"))
+    asked = PlanSettings(**settings | model | {"profile": profile})
     watcher = Watcher() if watcher is None else watcher
     return prepare_plan(asked, watcher).make(watcher)
 
