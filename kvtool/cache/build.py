@@ -24,9 +24,9 @@ from kvtool.documents.source import Source, check_kind, read_source
 from kvtool.errors import UsageError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import check_run, planned_heads
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.derived import check_derived, check_plan
-from kvtool.planning.held import check_run, planned_heads
+from kvtool.planning.plan_in_use import check_derived, check_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.grammar import parse_policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvtool.calls.memory import memory_of, plan_run
+from kvtool.calls.fitting import memory_of, plan_run
 from kvtool.calls.request import Request
 from kvtool.calls.settings import PromptSettings
 from kvtool.errors import UsageError

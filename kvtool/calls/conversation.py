@@ -28,7 +28,7 @@ from kvtool.generation.fidelity import join_fidelities
 from kvtool.generation.reading import reading
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
-from kvtool.planning.held import beyond_plan, use_plan
+from kvtool.planning.budgets import beyond_plan, use_plan
 from kvtool.watcher import Listener, Watcher
 
 

@@ -26,7 +26,7 @@ from kvtool.errors import UsageError, quote
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.evidence import default_allocator
+from kvtool.planning.split_facts import default_allocator
 from kvtool.policies.allocate.curves import Curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.policies.allocate.uniform import Uniform
@@ -283,7 +283,7 @@ class PlanRun:
     def _plan(self, watcher: Watcher) -> PlanDocument:
         if self.recommendation is not None:
             return self._recommended(*self.recommendation, watcher)
-        from kvtool.planning.plan import make_plan
+        from kvtool.planning.make_plan import make_plan
 
         planned = make_plan(
             self.model.shape,

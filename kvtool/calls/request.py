@@ -206,8 +206,8 @@ def _take_plan(
     settings: CachedSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
-    from kvtool.planning.derived import check_derived
-    from kvtool.planning.held import check_run
+    from kvtool.planning.budgets import check_run
+    from kvtool.planning.plan_in_use import check_derived
 
     check_derived(plan, settings.source().config())
     _note_free(settings, plan, watcher)

@@ -11,10 +11,10 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.ways import Device, Way
 from kvtool.errors import UsageError
 from kvtool.planning.bytes import Text
-from kvtool.planning.losses import Losses, packaged
-from kvtool.planning.machine import advice, remedies
+from kvtool.planning.fit import advice, remedies
+from kvtool.planning.lost_answers import Losses, packaged
+from kvtool.planning.make_plan import PlannableLayers
 from kvtool.planning.parameters import BITS, Bits, weights_bytes
-from kvtool.planning.plan import PlannableLayers
 from kvtool.planning.ways import Room, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy

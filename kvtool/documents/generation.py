@@ -53,7 +53,7 @@ class CacheSection(Section):
 
 
 class StagesInUse(Protocol):
-    """RocketKV's stages for a prompt, as `kvtool.planning.rocketkv` has them."""
+    """RocketKV's stages for a prompt, as `kvtool.planning.rocketkv_stages` has them."""
 
     @property
     def token_budget(self) -> int: ...

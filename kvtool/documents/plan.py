@@ -176,11 +176,11 @@ class Cost(Section):
 
 
 class RocketKVSection(Section):
-    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv`.
+    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv_stages`.
 
     A run obeys `token_budget`, `stage1_tokens`, `page_size`, `head_dims` and `top_k`.
     `split_factor` gives `stage1_tokens` where that is left out. All other numbers follow from these
-    and must agree with them (`kvtool.planning.derived`).
+    and must agree with them (`kvtool.planning.plan_in_use`).
     """
 
     context: TokenCount

@@ -16,7 +16,7 @@ from kvtool.evaluation.run.index import RECIPE
 from kvtool.evaluation.run.runner import Job
 from kvtool.planning.auto import choose_bytes, chosen_note
 from kvtool.planning.bytes import Text
-from kvtool.planning.machine import Run
+from kvtool.planning.fit import Run
 from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher

@@ -29,10 +29,10 @@ from kvtool.models.placement import (
     resolve_device,
     resolve_dtype,
 )
-from kvtool.planning.derived import check_derived
+from kvtool.planning.budgets import beyond_plan, check_run, use_plan
 from kvtool.planning.estimate import check_bytes
 from kvtool.planning.free import check_free
-from kvtool.planning.held import beyond_plan, check_run, use_plan
+from kvtool.planning.plan_in_use import check_derived
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher

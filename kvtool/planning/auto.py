@@ -9,8 +9,8 @@ from fractions import Fraction
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.held import largest, tokens_for_bytes
-from kvtool.planning.machine import Needs, Run
+from kvtool.planning.budgets import largest, tokens_for_bytes
+from kvtool.planning.fit import Needs, Run
 from kvtool.sizes import Budget
 
 _FINE, _COARSE = 2**10, 2**20  # bytes that a small and a large budget are rounded down to

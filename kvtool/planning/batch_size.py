@@ -11,8 +11,8 @@ from typing import Any
 
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.budgets import even_budgets, forecast_plan
 from kvtool.planning.bytes import Text, forecast, tokens_held
-from kvtool.planning.held import even_budgets, forecast_plan
 from kvtool.planning.peak import SPARE, reading_bytes
 from kvtool.planning.variants import Variant
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit

@@ -9,10 +9,10 @@ from typing import Any
 from kvtool.documents.memory import CacheMemory, DeviceMemory
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.budgets import even_budgets, planned_budgets, planned_heads, tokens_for_bytes
 from kvtool.planning.bytes import LayerBudget, Text, check_dims, forecast, kv_bytes, tokens_held
-from kvtool.planning.held import even_budgets, planned_budgets, planned_heads, tokens_for_bytes
 from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
-from kvtool.planning.rocketkv import tokens_left
+from kvtool.planning.rocketkv_stages import tokens_left
 from kvtool.planning.variants import Variant
 from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.policies.policy import Policy, reads_whole

@@ -14,10 +14,10 @@ from typing import Any
 from kvtool.documents.ways import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
+from kvtool.planning.budgets import even_budgets, tokens_for_bytes
 from kvtool.planning.bytes import Forecast, Text, check_dims, forecast
-from kvtool.planning.held import even_budgets, tokens_for_bytes
-from kvtool.planning.losses import NOISE, Loss, Losses
-from kvtool.planning.machine import Run
+from kvtool.planning.fit import Run
+from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.planning.parameters import Bits
 from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy

@@ -17,10 +17,10 @@ from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
 from kvtool.report.heatmap import kept_by_layer, layers_figure, needle_figure
-from kvtool.report.held import held_figure, held_tasks
 from kvtool.report.labels import labelled
 from kvtool.report.needles import needle_tasks
 from kvtool.report.panels import drawing, save
+from kvtool.report.score_lines import held_figure, held_tasks
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,10 +13,10 @@ from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import even_budgets, forecast_plan
 from kvtool.planning.bytes import Text
-from kvtool.planning.held import even_budgets, forecast_plan
-from kvtool.planning.plan import make_plan
-from kvtool.planning.rocketkv import plan_rocketkv
+from kvtool.planning.make_plan import make_plan
+from kvtool.planning.rocketkv_stages import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.read.hsa import HSA
 from tests.cache.test_readers import Run, decoded, follow, model, ragged  # noqa: F401

@@ -13,7 +13,7 @@ from kvtool.errors import UsageError
 from kvtool.models.load import load
 from kvtool.planning.auto import choose_bytes, chosen_note, keeps_all, needs_with
 from kvtool.planning.bytes import Text
-from kvtool.planning.machine import Run
+from kvtool.planning.fit import Run
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 from tests.evaluation.variants import make_variants

@@ -12,11 +12,11 @@ from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.batch_size import largest_batch
+from kvtool.planning.budgets import check_run
 from kvtool.planning.bytes import Text, check_dims, stored_bytes
 from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory
-from kvtool.planning.held import check_run
+from kvtool.planning.make_plan import make_plan
 from kvtool.planning.peak import reading_bytes
-from kvtool.planning.plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import family_model, peaky_model, random_ids

@@ -11,7 +11,7 @@ from kvtool.model_shape import layer_shapes
 from kvtool.models.load import load
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.losses import NOISE, packaged
+from kvtool.planning.lost_answers import NOISE, packaged
 from kvtool.planning.recommend import measured_losses
 from kvtool.planning.variants import Variant
 from kvtool.planning.ways import NEARLY, Room, largest_within, list_ways

@@ -12,9 +12,9 @@ from typing import Any
 
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
+from kvtool.planning.budgets import largest
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.held import largest
 from kvtool.planning.parameters import BITS, Bits
 from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy

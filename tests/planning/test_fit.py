@@ -11,7 +11,7 @@ from kvtool.models import reference
 from kvtool.plain_config import plain_config
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.machine import (
+from kvtool.planning.fit import (
     Needs,
     Run,
     advice,

@@ -26,17 +26,17 @@ from kvtool.documents.plan import (
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
+from kvtool.planning.budgets import forecast_plan, largest, least_allowed
 from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
-from kvtool.planning.evidence import by_heads, evidence, length_scale, loss_note
-from kvtool.planning.held import forecast_plan, largest, least_allowed
 from kvtool.planning.peak import reading_bytes
-from kvtool.planning.rocketkv import (
+from kvtool.planning.rocketkv_stages import (
     RocketKVPlan,
     goes_by_stages,
     nominal_storage,
     plan_rocketkv,
     split_of,
 )
+from kvtool.planning.split_facts import by_heads, evidence, length_scale, loss_note
 from kvtool.policies.allocate.fixed import PlannedHeads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem

@@ -19,7 +19,7 @@ from kvtool.planning.bytes import (
     forecast,
     stored_bytes,
 )
-from kvtool.planning.rocketkv import (
+from kvtool.planning.rocketkv_stages import (
     PlannedStages,
     goes_by_stages,
     pairs_of,

@@ -15,7 +15,7 @@ from kvtool.policies.scores.full import Full
 
 if TYPE_CHECKING:
     from kvtool.documents.turns import Turns
-    from kvtool.planning.machine import Run
+    from kvtool.planning.fit import Run
 
 
 def estimate_run(
@@ -50,7 +50,7 @@ def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
     """
     from kvtool.models.placement import resolve_dtype
     from kvtool.planning.bytes import Text
-    from kvtool.planning.machine import Run
+    from kvtool.planning.fit import Run
     from kvtool.planning.variants import Variant
 
     device = planned_device(settings)
@@ -88,7 +88,7 @@ def _plan_run(
     from kvtool.models.folder import Unreachable
     from kvtool.models.placement import resolve_dtype
     from kvtool.planning.bytes import Text
-    from kvtool.planning.machine import Run
+    from kvtool.planning.fit import Run
     from kvtool.planning.variants import Variant
 
     device = planned_device(settings)
@@ -142,7 +142,7 @@ def _split_up(
         only_weights: whether the call has no flags for its cache.
     """
     from kvtool.models.placement import weight_bytes
-    from kvtool.planning.machine import advice, remedies, table
+    from kvtool.planning.fit import advice, remedies, table
     from kvtool.planning.parameters import BITS
 
     bits, where = settings.quantize, settings.source().where

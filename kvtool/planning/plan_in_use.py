@@ -20,8 +20,8 @@ from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection, compressi
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import DTYPE_BYTES, LayerShape, layer_shapes
-from kvtool.planning.plan import Drafts, PlannableLayers, costs, totals_of
-from kvtool.planning.rocketkv import RocketKVPlan, split_factor
+from kvtool.planning.make_plan import Drafts, PlannableLayers, costs, totals_of
+from kvtool.planning.rocketkv_stages import RocketKVPlan, split_factor
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
