@@ -37,10 +37,9 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.calls.ways import WaysRun
     from kvtool.documents.memory import ModelShape
-    from kvtool.documents.plan import PlanDocument, Target
+    from kvtool.documents.plan import PlanDocument, Target, Way
     from kvtool.documents.profile import ProfileDocument
     from kvtool.documents.results import ResultsDocument
-    from kvtool.documents.ways import Way
     from kvtool.model_shape import LayerShape
     from kvtool.planning.recommend import Recommendation
     from kvtool.policies.parts import Allocator

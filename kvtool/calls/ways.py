@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.plan_settings import PlanSettings
-from kvtool.documents.plan import PlanDocument
-from kvtool.documents.ways import Device, Way
+from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import UsageError
 from kvtool.planning.bytes import Text
 from kvtool.planning.fit import advice, remedies

@@ -27,8 +27,9 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.budgets import forecast_plan, largest, least_allowed
-from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
+from kvtool.planning.bytes import Forecast, check_dims, kv_bytes, tokens_held
 from kvtool.planning.peak import reading_bytes
+from kvtool.planning.plan_in_use import text_of
 from kvtool.planning.rocketkv_stages import (
     RocketKVPlan,
     goes_by_stages,
@@ -319,13 +320,6 @@ class Drafts:
     def totals(self, document: PlanDocument) -> Totals:
         """Say what it all takes."""
         return totals_of(document, self.policy, self.layers.shapes)
-
-
-def text_of(plan: PlanDocument) -> Text:
-    """Return what a plan is for."""
-    target = plan.target
-    given = (target.prompt_tokens, target.max_new_tokens, target.batch)
-    return Text(*given, vocabulary=plan.model.vocabulary)
 
 
 def totals_of(

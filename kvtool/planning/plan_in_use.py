@@ -1,329 +1,192 @@
-"""Refuse a plan in which one number contradicts the others.
+"""Refuse a plan that is not for its model or device, and say what a run by a plan holds.
 
-A plan says many things twice: a person reads them, a program follows from them. This module makes
-each such number anew, from the model's configuration and from the numbers that a run obeys, and
-compares. A number that is missing is not compared.
-
-`totals` and the costs of RocketKV's stages may be those of the stages that `plan-budget` computes,
-too. Whoever edits a stage need not know what it comes to, and the run says what it holds.
+A plan's decisions are obeyed. What follows from them is counted anew, from the configuration of the
+model that runs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from kvtool.documents.document import Section
 from kvtool.documents.memory import ModelShape
-from kvtool.documents.plan import Cost, PlanDocument, RocketKVSection, compression_ratio
+from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
-from kvtool.model_shape import DTYPE_BYTES, LayerShape, layer_shapes
-from kvtool.planning.make_plan import Drafts, PlannableLayers, costs, totals_of
-from kvtool.planning.rocketkv_stages import RocketKVPlan, split_factor
-from kvtool.policies.allocate.table import parse_allocator
-from kvtool.policies.allocate.uniform import Uniform
-from kvtool.policies.grammar import parse_policy
+from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import forecast_plan, in_dtype
+from kvtool.planning.bytes import Text
+from kvtool.planning.rocketkv_stages import goes_by_stages
+from kvtool.policies.policy import Policy
+from kvtool.sizes import bytes_in_words
 
-if TYPE_CHECKING:
-    from kvtool.policies.policy import Policy
-
-_CLOSE = 1e-6  # how far a share may be off, as a part of it
-_REMAKE = "make the plan anew: kvtool plan-budget .."
-_EDIT = f"leave out `totals` to run other tokens, or {_REMAKE}"
-_LATER = ("vocabulary", "trained_length")  # which older plans lack
-
-
-def check_derived(plan: PlanDocument, config: Any, known: Iterable[Policy] = ()) -> None:
-    """Refuse a plan with a number that its other numbers and the model do not give.
-
-    Args:
-        config: of the model that the plan was made for.
-        known: policies that have been read already, among them perhaps the plan's.
-
-    Raises:
-        UsageError: another model, or the first such number.
-    """
-    check_plan(plan, config)
-    _check_model(plan, config)
-    exact = layer_shapes(config, plan.model.dtype)
-    _check_heads(plan, exact)
-    readings = list(_readings(plan.model, exact))
-    _check_windows(plan, readings)
-    policy = _policy(plan, known)
-    own = None if policy is False else _as_planned(plan, policy or None, exact)
-    _check_stages(plan, own)
-    if plan.totals is None or policy is False:
-        return
-    if own is not None and _needs_no_profile(plan):
-        why = f"allocator `{plan.layers.allocator}`, `target` and `layers.min_tokens`"
-        _compare(("layers",), plan.layers, [own.layers], why, only=("tokens",))
-    _check_totals(plan, policy or None, own, readings)
-    _check_size(plan, policy or None, exact)
+_ALWAYS_TAKEN = 0.1  # of a device: its libraries and its screen, which no plan counts
+_OBEYED = ("layers", "heads", "kv_heads", "head_dim", "latent_dim", "layer_types", "sliding_window")
 
 
 def check_plan(plan: PlanDocument, config: Any) -> None:
-    """Refuse a plan that was made for another model.
+    """Refuse a plan that was made for another model, or whose `model` was edited.
+
+    Args:
+        config: of the model that runs.
 
     Raises:
-        UsageError: another configuration.
+        UsageError: another configuration, or the first value that it does not have.
     """
+    hint = "make the plan anew: kvtool plan-budget -m MODEL .."
     if plan.model.config_hash != config_hash(config):
         raise UsageError(
             f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
-            hint="make the plan anew: kvtool plan-budget -m MODEL ..",
+            hint=hint,
         )
-
-
-def _check_model(plan: PlanDocument, config: Any) -> None:
-    given = plan.model
-    if given.dtype is not None and given.dtype not in DTYPE_BYTES:
-        try:
-            layer_shapes(config, given.dtype)
-        except (AttributeError, TypeError):
+    shape = ModelShape.of(config, name=plan.model.id)
+    for name in _OBEYED:
+        given, right = getattr(plan.model, name), getattr(shape, name)
+        if given != right:
             raise UsageError(
-                f"the plan's `model.dtype` is {given.dtype}, which is no dtype", hint=_REMAKE
-            ) from None
-    dtypes = [given.dtype] if given.dtype is not None else [None, *DTYPE_BYTES]
-    right = [
-        ModelShape.of(config, name=given.id, revision=given.revision, dtype=dtype)
-        for dtype in dtypes
-    ]
-    kept = tuple(key for key in ModelShape.model_fields if key not in (*_LATER, "dtype"))
-    _compare(("model",), given, right, "the model's configuration and `model.dtype`", only=kept)
-    _compare(("model",), given, right, "the model's configuration", only=_LATER, optional=True)
-
-
-def _readings(
-    model: ModelShape, exact: list[LayerShape | None]
-) -> Iterator[list[LayerShape | None]]:
-    """Yield what layers store: by the configuration, and as plans from a profile count it."""
-    yield exact
-    for sizes in (None, [0 if layer is None else layer.bytes for layer in exact]):
-        try:
-            even = model.layer_shapes(sizes)
-        except UsageError:
-            continue
-        if even != exact:
-            yield even
-
-
-def _check_windows(plan: PlanDocument, readings: Sequence[list[LayerShape | None]]) -> None:
-    """Refuse tokens of layers whose number is the model's own, whatever the plan says."""
-    n = plan.target.prompt_tokens
-    fixed = [PlannableLayers.of(plan.model, n, shapes).fixed for shapes in readings]
-    for i in fixed[0]:
-        given, right = plan.layers.tokens[i], [each[i] for each in fixed]
-        if given not in right:
-            kind = plan.model.layer_types[i]
-            raise UsageError(
-                f"the plan's `layers.tokens.{i}` is {given}, and a layer of kind `{kind}` keeps "
-                f"{right[0]} tokens, whatever the budget",
-                hint=f"put {right[0]} there",
+                f"the plan's `model.{name}` is {given}, and the model's configuration makes it "
+                f"{right}",
+                hint=hint,
             )
-
-
-def _check_heads(plan: PlanDocument, exact: list[LayerShape | None]) -> None:
-    """Refuse budgets of more or fewer KV heads than a layer has."""
     for i, own in enumerate(plan.layers.heads or []):
-        shape = exact[i]
-        if own is not None and shape is not None and len(own) != shape.kv_heads:
+        layer = layer_shapes(config)[i]
+        if own is not None and layer is not None and len(own) != layer.kv_heads:
             raise UsageError(
                 f"the plan's `layers.heads.{i}` has {len(own)} KV heads, and the model "
-                f"{shape.kv_heads}",
-                hint=_REMAKE,
+                f"{layer.kv_heads}",
+                hint=hint,
             )
 
 
-def _policy(plan: PlanDocument, known: Iterable[Policy]) -> Policy | Literal[False] | None:
-    """Return the policy that a plan is for, None for none, False for one that is not known here."""
-    if plan.policy is None:
-        return None
-    read = next((policy for policy in known if str(policy) == plan.policy), None)
-    if read is not None:
-        return read
-    try:
-        return parse_policy(plan.policy, imports=False)
-    except UsageError:
-        return False
+def check_free(plan: PlanDocument, place: str, free: int | None, *, strict: bool) -> str | None:
+    """Say that a plan was made for more memory than is free; None where it was not.
 
-
-def _needs_no_profile(plan: PlanDocument) -> bool:
-    return parse_allocator(plan.layers.allocator).metric is None
-
-
-def _drafts(plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape | None]) -> Drafts:
-    """Return what `plan-budget` would make of the same request, split evenly without a profile."""
-    allocator = parse_allocator(plan.layers.allocator) if _needs_no_profile(plan) else Uniform()
-    least: int | None = plan.layers.min_tokens
-    if policy is not None and plan.layers.min_tokens < policy.min_budget:
-        least = None  # the prompt is shorter than that, or the plan was edited
-    layers = PlannableLayers.of(plan.model, plan.target.prompt_tokens, shapes)
-    given = (plan.model, allocator, plan.target, None, policy, least)
-    return Drafts(*given, layers)
-
-
-def _total(plan: PlanDocument) -> int:
-    """Return the tokens of the free layers together, or the pairs that they read."""
-    budget, n, count = plan.target.budget, plan.target.prompt_tokens, len(plan.free_layers)
-    if budget.bytes is None:
-        return budget.for_prompt(n) * count
-    planned = sum(plan.layers.tokens[i] for i in plan.free_layers)
-    if plan.rocketkv is not None and planned == n * count:
-        return max(planned, plan.rocketkv.token_budget * count)
-    return planned
-
-
-def _as_planned(
-    plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape | None]
-) -> PlanDocument | None:
-    """Return the plan without totals that `plan-budget` makes for as many tokens, None for none."""
-    try:
-        return _drafts(plan, policy, shapes).of(_total(plan)).document
-    except UsageError:
-        if plan.edited:
-            return None
-        raise
-
-
-def _check_stages(plan: PlanDocument, own: PlanDocument | None) -> None:
-    section = plan.rocketkv
-    if section is None:
-        return
-    dense = section.context <= section.token_budget
-    if section.dense != dense:
-        said, derived = (str(each).lower() for each in (section.dense, dense))
-        raise UsageError(
-            f"the plan's `rocketkv.dense` is {said}, and `context` {section.context} and "
-            f"`token_budget` {section.token_budget} make it {derived}",
-            hint=_REMAKE,
-        )
-    right: list[tuple[Cost | None, Cost | None]] = [_costs_of(plan, section)]
-    if own is not None and own.rocketkv is not None:
-        if dense and not plan.edited:
-            why = "`target`, under which everything is read,"
-            _compare(("rocketkv",), section, [own.rocketkv], why, optional=True)
-        right.append((own.rocketkv.storage, own.rocketkv.traffic))
-    why = "the sizes of `rocketkv`"
-    for place, name in enumerate(("storage", "traffic")):
-        given, costs = (
-            getattr(section, name),
-            [c for pair in right if (c := pair[place]) is not None],
-        )
-        if given is not None:
-            _compare(("rocketkv", name), given, costs, why)
-
-
-def _costs_of(plan: PlanDocument, section: RocketKVSection) -> tuple[Cost, Cost]:
-    """Return what the stages of the section store and read."""
-    new, ratio = (
-        plan.target.max_new_tokens,
-        compression_ratio(section.context, section.token_budget),
-    )
-    split = section.split_factor
-    stages = RocketKVPlan(
-        context=section.context,
-        token_budget=section.token_budget,
-        dense=section.dense,
-        compression_ratio=ratio,
-        split_factor=split_factor(ratio) if split is None else split,
-        stage1_tokens=section.stage1(new),
-        prompt_tokens=section.stage1(new) - new,
-        page_size=section.page_size,
-        head_dims=section.head_dims,
-        top_k=section.top_k,
-    )
-    return costs(stages, plan.model.head_dim)
-
-
-def _check_totals(
-    plan: PlanDocument,
-    policy: Policy | None,
-    own: PlanDocument | None,
-    readings: Sequence[list[LayerShape | None]],
-) -> None:
-    """Compare with what tokens and stages come to, by any way of counting that plans know."""
-    if plan.totals is None:
-        return
-    plans = [plan]
-    if own is not None and own.rocketkv != plan.rocketkv:
-        plans.append(plan.model_copy(update={"rocketkv": own.rocketkv}))
-    right = []
-    for each in plans:
-        for layers in readings:
-            right.append(totals_of(each, policy, layers))
-            if _difference(plan.totals, right[-1], optional=True) is None:
-                return
-    whose = "`layers.tokens`" if policy is None else f"`layers.tokens` and policy `{policy}`"
-    _compare(("totals",), plan.totals, right, whose, optional=True, hint=_EDIT)
-
-
-def _check_size(plan: PlanDocument, policy: Policy | None, shapes: list[LayerShape | None]) -> None:
-    """Refuse a target in bytes that would hold more tokens than the plan gives out."""
-    size, count = plan.target.bytes, len(plan.free_layers)
-    everything = policy is not None and (policy.stores_all or not policy.takes_budget)
-    planned = sum(plan.layers.tokens[i] for i in plan.free_layers)
-    if size is None or everything or planned >= plan.target.prompt_tokens * count:
-        return
-    drafts = _drafts(plan, policy, shapes)
-    try:
-        needed = drafts.forecast(drafts.of(planned + 2 * count).document).storage
-    except UsageError:
-        return
-    if needed <= size:
-        raise UsageError(
-            f"the plan's `target.bytes` is {size}, which leaves room: with 2 tokens more in each "
-            f"layer the cache would hold {needed} bytes",
-            hint=_REMAKE,
-        )
-
-
-def _compare(
-    at: Sequence[str],
-    given: Section,
-    right: Sequence[Section],
-    why: str,
-    *,
-    only: Sequence[str] | None = None,
-    optional: bool = False,
-    hint: str = _REMAKE,
-) -> None:
-    """Refuse a part of a plan that equals none of those that are right.
+    A tenth of the plan's memory may be taken already, as it is on every device.
 
     Args:
-        at: the keys that lead to it.
-        why: what the right ones follow from.
-        only: keys that are compared; None: all.
-        optional: whether keys may be null.
+        place: the device, in words.
+        free: its bytes; None where the system does not say.
+        strict: whether to refuse in place of a warning.
+
+    Raises:
+        UsageError: that is so, and `strict`.
     """
-    found = [_difference(given, each, only, optional) for each in right]
-    differences = [each for each in found if each is not None]
-    if len(differences) < len(found):
-        return
-    keys, said, derived = differences[0]
-    raise UsageError(
-        f"the plan's `{'.'.join([*at, *keys])}` is {said}, and {why} make it {derived}", hint=hint
+    device = plan.device
+    if device is None or free is None or free >= device.memory * (1 - _ALWAYS_TAKEN):
+        return None
+    told = (
+        f"the plan is for a memory of {bytes_in_words(device.memory)}, and "
+        f"{bytes_in_words(free)} are free on {place}"
+    )
+    if strict:
+        raise UsageError(told, hint="make the plan anew: kvtool plan-budget --memory SIZE")
+    return f"warning: {told}"
+
+
+def held_by_plan(
+    plan: PlanDocument, policy: Policy, config: Any, dtype: str, text: Text | None = None
+) -> int:
+    """Count the bytes that a run holds at most.
+
+    Args:
+        config: of the model that runs.
+        dtype: of the cache, by name.
+        text: that is fed; None: what was planned for.
+    """
+    text = text or text_of(plan)
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    layers = in_dtype(layer_shapes(config), dtype)
+    return forecast_plan(plan, policy, replace(text, vocabulary=vocabulary), layers).storage
+
+
+def text_of(plan: PlanDocument) -> Text:
+    """Return what a plan is for."""
+    target = plan.target
+    given = (target.prompt_tokens, target.max_new_tokens, target.batch)
+    return Text(*given, vocabulary=plan.model.vocabulary)
+
+
+def beyond_plan(plan: PlanDocument, held: int, text: Text) -> str | None:
+    """Say what a run holds after a "prompt of ..", None where it is no more than planned.
+
+    Args:
+        held: bytes that the run holds at most of the text.
+    """
+    target, promised, rows = plan.target, plan.planned_bytes, text.sequences
+    more_rows = rows > target.batch
+    if not more_rows and (promised is None or held <= promised):
+        return None
+    run = f" in {rows} rows" if more_rows else ""
+    planned = f" in {target.batch} row{'s' * (target.batch > 1)}" if more_rows else ""
+    whose = "the plan is" if promised is None else f"the plan's {promised} are"
+    return (
+        f"prompt of {text.prompt} tokens and up to {text.new} new ones{run}, {held} bytes are "
+        f"held; {whose} for {target.prompt_tokens} and {target.max_new_tokens}{planned}"
     )
 
 
-def _difference(
-    given: Section, right: Section, only: Sequence[str] | None = None, optional: bool = False
-) -> tuple[list[str], object, object] | None:
-    """Return the way to the first value that differs, with both; None where all are the same."""
-    for name in type(given).model_fields if only is None else only:
-        said, derived = getattr(given, name), getattr(right, name)
-        if isinstance(said, Section) and isinstance(derived, Section):
-            inner = _difference(said, derived)
-            if inner is not None:
-                return [name, *inner[0]], inner[1], inner[2]
-        elif isinstance(said, list) and isinstance(derived, list) and len(said) == len(derived):
-            for i, pair in enumerate(zip(said, derived, strict=True)):
-                if pair[0] != pair[1]:
-                    return [name, str(i)], *pair
-        elif isinstance(said, float) and isinstance(derived, float):
-            if not math.isclose(said, derived, rel_tol=_CLOSE, abs_tol=0):
-                return [name], said, derived
-        elif said != derived and not (said is None and optional):
-            return [name], said, derived
-    return None
+def check_run(plan: PlanDocument, policy: Policy, config: Any, dtype: str) -> list[str]:
+    """Refuse a run that a plan's bytes rule out, and say where its totals are not those of the run.
+
+    Args:
+        config: of the model that runs.
+        dtype: of the cache, by name.
+
+    Returns:
+        Notes for the user, one line each.
+
+    Raises:
+        UsageError: a policy whose own sizes are not the plan's; a target in bytes that the run
+            would exceed.
+    """
+    _check_sizes(plan, policy)
+    if not policy.takes_budget:
+        return []
+    target, planned, own = plan.target, plan.planned_bytes, plan.model.dtype
+    other_dtype = own is not None and dtype != own
+    other_policy = plan.policy is None or plan.policy != str(policy)
+    held = held_by_plan(plan, policy, config, dtype)
+    if target.bytes is not None and held > target.bytes:
+        if other_dtype and held_by_plan(plan, policy, config, own or dtype) <= target.bytes:
+            whose, would, change = own, f"in {dtype} the run", f"--dtype {dtype}"
+            first = f"--dtype {own}, or "
+        else:
+            whose = "no policy in particular" if plan.policy is None else f"policy `{plan.policy}`"
+            whose = whose if other_policy else "other tokens and stages than it has"
+            would, change, first = f"`{policy}`", f"-p '{policy}'", ""
+        raise UsageError(
+            f"the plan's {target.budget} are for {whose}, and {would} would hold {held} bytes",
+            hint=f"{first}make the plan anew: kvtool plan-budget .. {change}",
+        )
+    notes = []
+    if other_dtype:
+        notes.append(f"note: the plan is for {own}, and this run is in {dtype}")
+    if plan.policy is not None and other_policy:
+        notes.append(
+            f"note: the plan's totals are those of `{plan.policy}`, and this is `{policy}`"
+        )
+    if planned is not None and planned != held and (notes or not other_policy):
+        notes = notes or ["note: the plan's totals are not those of its tokens and stages"]
+        notes[-1] += f": held are {held} bytes, not {planned}"
+    return notes
+
+
+def _check_sizes(plan: PlanDocument, policy: Policy) -> None:
+    """Refuse sizes in a policy string that are not those of the plan's stages."""
+    section = plan.rocketkv
+    if section is None or not goes_by_stages(policy):
+        return
+    sizes = (
+        ("split", policy.score, section.split_factor),
+        ("page", policy.reader, section.page_size),
+        ("k1", policy.reader, section.head_dims),
+        ("k", policy.reader, section.top_k),
+    )
+    for name, part, planned in sizes:
+        own = getattr(part, name, None)
+        if None not in (own, planned) and own != planned:
+            raise UsageError(
+                f"policy `{policy}` has {name} {own}, and the plan {planned}",
+                hint=f"leave out {name}={own}, or make the plan anew: kvtool plan-budget .. "
+                f"-p '{policy}'",
+            )

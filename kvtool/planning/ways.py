@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Any
 
-from kvtool.documents.ways import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
+from kvtool.documents.plan import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
 from kvtool.planning.budgets import even_budgets, tokens_for_bytes

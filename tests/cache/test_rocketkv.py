@@ -205,7 +205,9 @@ def test_unequal_fractions_share_what_hsa_reads():
     assert [SparseIndex.of(layer).entries[0].budget for layer in cache.layers] == [50, 14]
     read = [bytes_read(layer) for layer in cache.layers]
     assert read[0] - read[1] == 2 * (25 - 7) * (16 + 16) * 4  # KV heads, keys and values
-    forecast = forecast_plan(document, kvtool.parse_policy("hsa"), Text(300, 3))
+    forecast = forecast_plan(
+        document, kvtool.parse_policy("hsa"), Text(300, 3), document.model.layer_shapes()
+    )
     assert forecast.traffic == cache.report().traffic_bytes == sum(read)
 
 
