@@ -35,7 +35,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.calls.ways import WaysRun
+    from kvtool.calls.fitting import PlannedRun
     from kvtool.documents.memory import ModelShape
     from kvtool.documents.plan import PlanDocument, Target, Way
     from kvtool.documents.profile import ProfileDocument
@@ -253,7 +253,7 @@ class PlanRun:
     least: int | None
     curves: BudgetCurves | None = None
     recommendation: tuple[Recommendation, ResultsDocument] | None = None
-    ways: WaysRun | None = None
+    ways: PlannedRun | None = None
     lists: bool = False
     listed: list[Way] | None = None
 
@@ -275,9 +275,8 @@ class PlanRun:
         made = self._plan(watcher)
         if self.ways is None:
             return made
-        if not self.lists:
-            return self.ways.placed(made)
-        return self.ways.listed(made, self.ways.ways() if self.listed is None else self.listed)
+        ways = self.ways.ways() if self.lists and self.listed is None else self.listed
+        return self.ways.listed(made, ways)
 
     def _plan(self, watcher: Watcher) -> PlanDocument:
         if self.recommendation is not None:
@@ -383,7 +382,9 @@ def _run(
     )
 
 
-def _check_memory(ways: WaysRun, policy: Policy, budget: Budget, lengths: dict[str, int]) -> None:
+def _check_memory(
+    ways: PlannedRun, policy: Policy, budget: Budget, lengths: dict[str, int]
+) -> None:
     """Refuse a budget in tokens or a share that does not fit on the device."""
     if budget.bytes is None:
         ways.check(policy, budget.for_prompt(lengths["context"] - lengths["max_new_tokens"]))
@@ -394,22 +395,19 @@ def _ways(
     model: PlannedModel,
     lengths: dict[str, int],
     results: ResultsDocument | None,
-) -> WaysRun:
-    from kvtool.calls.ways import find_ways
+) -> PlannedRun:
+    from kvtool.calls.fitting import planned_run
     from kvtool.planning.bytes import Text
 
     new = lengths["max_new_tokens"]
     vocabulary = model.shape.vocabulary
     text = Text(lengths["context"] - new, new, lengths["batch"], vocabulary)
-    size = None if settings.target is None else settings.target.bytes
     losses = None
     if results is not None:
         from kvtool.planning.recommend import measured_losses
 
         losses = measured_losses(results)
-    return find_ways(
-        settings, model.shape, model.layers, model.config, text, size=size, losses=losses
-    )
+    return planned_run(settings, model.shape, model.layers, model.config, text, losses)
 
 
 def _allocator(

@@ -1,11 +1,11 @@
-"""Estimate the bytes that a run with a budget or a plan will hold, and find the budget for bytes.
+"""Turn a budget or a plan into the budget of each layer, and bytes into the largest budget in them.
 
 Of a plan a run uses the tokens of its layers and the stages of its reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvtool.documents.plan import PlanDocument
@@ -25,9 +25,11 @@ from kvtool.planning.rocketkv_stages import (
     sized_reader,
     tokens_left,
 )
+from kvtool.planning.search import largest_that_fits, least_allowed
+from kvtool.planning.variants import Variant
 from kvtool.policies.allocate.fixed import PlannedHeads
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.allocate.split import tokens_for_prompt
+from kvtool.policies.allocate.split import AllocatedSplit, tokens_for_prompt
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.policy import Policy
@@ -133,31 +135,34 @@ def forecast_plan(
     return forecast(policy, layers, budgets, text)
 
 
-def largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """Return the largest number that fits such that the next does not; None: not even the least.
+def layer_budgets(
+    variant: Variant, policy: Policy, layers: Sequence[LayerShape | None], text: Text
+) -> list[LayerBudget]:
+    """Return the budgets of the layers of free budget, as the cache fixes them for a prompt.
 
-    Found by halving, so that of several such numbers it is one.
+    Where a split follows from the prompt, it is the mean in every layer.
+
+    Raises:
+        UsageError: a budget that is too small for the policy.
     """
-    if fits(most):
-        return most
-    if not fits(least):
-        return None
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
-
-
-def least_allowed(attempt: Callable[[int], object], least: int, most: int) -> int:
-    """Return the smallest number that is not refused with a `UsageError`, `most` if all are."""
-    while least < most:
-        middle = (least + most) // 2
-        try:
-            attempt(middle)
-            most = middle
-        except UsageError:
-            least = middle + 1
-    return least
+    budget = variant.budget
+    if variant.plan is not None:
+        return planned_budgets(variant.plan, policy, text.prompt)
+    if budget is None:
+        return even_budgets(policy, text.prompt, layers, text)
+    if budget.bytes is not None:
+        mean = tokens_for_bytes(policy, layers, text, budget.bytes)
+    else:
+        mean = budget.for_prompt(text.prompt)
+        if mean < text.prompt:
+            policy.check_budget(mean)
+    free = sum(layer is not None and layer.window is None for layer in layers)
+    if policy.allocator is None or free == 0:
+        return even_budgets(policy, mean, layers, text)
+    split = AllocatedSplit(policy, free)
+    if policy.allocator.metric is not None:
+        return even_budgets(policy, mean, layers, text)
+    return [LayerBudget(tokens) for tokens in split.for_prompt(mean, text.prompt)]
 
 
 def tokens_for_bytes(
@@ -194,7 +199,7 @@ def tokens_for_bytes(
     if reader is not None and policy.two_stages:
         most = max(text.full, reader.min_budget)
         least = least_allowed(needed, reader.min_budget, most)
-    found = largest(lambda tokens: needed(tokens) <= size, least, most)
+    found = largest_that_fits(needed, size, least, most)
     if found is None:
         what = "one token" if least == 1 else f"a budget of {least}"
         raise UsageError(

@@ -26,7 +26,7 @@ from kvtool.documents.plan import (
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
-from kvtool.planning.budgets import forecast_plan, largest, least_allowed
+from kvtool.planning.budgets import forecast_plan
 from kvtool.planning.bytes import Forecast, check_dims, kv_bytes, tokens_held
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan_in_use import text_of
@@ -37,6 +37,7 @@ from kvtool.planning.rocketkv_stages import (
     plan_rocketkv,
     split_of,
 )
+from kvtool.planning.search import largest_that_fits, least_allowed
 from kvtool.planning.split_facts import by_heads, evidence, length_scale, loss_note
 from kvtool.policies.allocate.fixed import PlannedHeads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
@@ -376,8 +377,8 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
         note = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
         return mean * count, [note] if policy.takes_budget else []
 
-    def fits(total: int) -> bool:
-        return drafts.forecast(drafts.of(total).document).storage <= size
+    def cost(total: int) -> int:
+        return drafts.forecast(drafts.of(total).document).storage
 
     same = policy is not None and policy.score.layer_tokens == "same"
     step = count if same else 1  # equal in all layers
@@ -389,10 +390,10 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
         least = count * least_allowed(
             lambda t: plan_for(drafts.model, drafts.target, policy, t), drafts.least, pairs
         )
-    found = largest(lambda steps: fits(steps * step), least // step, most // step)
+    found = largest_that_fits(lambda steps: cost(steps * step), size, least // step, most // step)
     if found is not None:
         return found * step, []
-    needed = drafts.forecast(drafts.of(least).document).storage
+    needed = cost(least)
     asked = least // count
     why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
     if drafts.measured > drafts.least:

@@ -11,9 +11,8 @@ from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import LayerShape, layer_shapes
-from kvtool.planning.batch_size import largest_batch
 from kvtool.planning.bytes import Text, check_dims, stored_bytes
-from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory
+from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory, largest_batch
 from kvtool.planning.make_plan import make_plan
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan_in_use import check_run
