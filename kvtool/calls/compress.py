@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.auto_budget import with_budget
 from kvtool.calls.export import export_loaded
+from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
-from kvtool.calls.memory import estimate_run
 from kvtool.calls.request import (
     Request,
     choose_policy,

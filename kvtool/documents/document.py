@@ -20,6 +20,8 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
 )
 
 from kvtool.errors import printable
@@ -100,6 +102,18 @@ class Section(BaseModel):
             value = getattr(self, name)
             if isinstance(value, Section):
                 yield from (((name, *keys), text) for keys, text in value.units())
+
+
+class SparseSection(Section):
+    """A section that is written without null: in its `optional` fields, or in any if None."""
+
+    optional: ClassVar[tuple[str, ...] | None] = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        names = found if self.optional is None else self.optional
+        return {key: each for key, each in found.items() if each is not None or key not in names}
 
 
 class Document(Section):
