@@ -1,7 +1,7 @@
 """The only top-k: ties go to the lower position, protection is a mask, empty slots come last.
 
 Slots need not be in order of position: after some decoding they are not. Every choice here uses
-positions.
+positions. Votes of the last queries are smoothed over neighbours before one is made of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -149,3 +148,36 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """Copy the slots at `indices`: (batch, heads, slots, dim) by (batch, heads or 1, count)."""
     heads, dim = tensor.shape[1], tensor.shape[-1]
     return tensor.gather(2, indices[..., None].expand(-1, heads, -1, dim))
+
+
+def pool_votes(
+    votes: Tensor, positions: Tensor, window: Tensor, *, kernel: int, pool: str
+) -> Tensor:
+    """Smooth votes over neighbouring tokens, leaving the observation window out.
+
+    Average pooling divides by `kernel` at the borders too, as the authors' code does.
+
+    Args:
+        votes: (batch, kv_heads, slots) float32.
+        positions: (batch, kv_heads, slots), -1 = empty; neighbours are neighbours by position.
+        window: bool (batch, kv_heads, slots), the observation window, the last tokens.
+        kernel: odd width, in tokens.
+        pool: `max` or `avg`.
+
+    Returns:
+        (batch, kv_heads, slots); inside the window the votes as they came.
+    """
+    import torch
+
+    width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
+    last = torch.iinfo(positions.dtype).max
+    order = positions.masked_fill(positions < 0, last).argsort(-1)
+    outside = float("-inf") if pool == "max" else 0.0
+    past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
+    if pool == "max":
+        pooled = torch.nn.functional.max_pool1d(past, width, stride=1, padding=width // 2)
+    else:
+        pooled = torch.nn.functional.avg_pool1d(past, width, stride=1, padding=width // 2)
+        pooled = pooled if width == kernel else pooled * (width / kernel)
+    pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
+    return torch.where(window, votes, pooled)

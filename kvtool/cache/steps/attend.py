@@ -21,7 +21,7 @@ from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_s
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import (
     attention_weights,
     attention_weights_lse,

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.metrics.text import contains, word_share
-from kvtool.evaluation.samples import facts, needles
+from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
@@ -155,5 +155,5 @@ class City(Hidden):
 
     def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
         """Draw a name, a city and the question about them."""
-        name, city = facts.draw_fact(rng)
-        return facts.state(name, city), facts.ask(name, city)
+        name, city = needles.draw_home(rng)
+        return needles.state_home(name, city), needles.ask_home(name, city)

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.kernels.tables import row_product
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
-from kvtool.maths.pages import pages_of
+from kvtool.maths.estimates import heaviest_channels, pages_of, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows

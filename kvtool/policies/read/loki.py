@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from kvtool.maths.basis import moments, principal_components
-from kvtool.maths.channels import put_column
+from kvtool.maths.estimates import moments, principal_components, put_column
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (

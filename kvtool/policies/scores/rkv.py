@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.maths.votes import pool_votes
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, HeadSizes, State
 from kvtool.policies.pace.every import Every

@@ -10,8 +10,8 @@ from kvtool.cache.hooks.attach import attach
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.samples.facts import CITIES
-from kvtool.evaluation.samples.facts import NAMES as NAMES_OF_PEOPLE
+from kvtool.evaluation.samples.needles import CITIES
+from kvtool.evaluation.samples.needles import NAMES as NAMES_OF_PEOPLE
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
 from kvtool.planning.variants import Variant

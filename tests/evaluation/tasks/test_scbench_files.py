@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.tasks.scbench_files import FORMS
+from kvtool.evaluation.tasks.scbench import FORMS
 from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS
 
