@@ -36,21 +36,16 @@ def _percentages(given: Any) -> list[float]:
         if isinstance(value, str) and ("," in value or "%" in value):
             value = value.split(",")
         if isinstance(value, (str, int)) and not isinstance(value, bool):
-            count = int(value)
-            if not 1 <= count <= _MOST_DEPTHS:
-                raise UsageError(f"depths must be 1 to {_MOST_DEPTHS}, got {quote(value)}")
-            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50]
+            count = int(value) if int(value) <= _MOST_DEPTHS else 0
+            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50] * count
         depths = [_percentage(depth) for depth in value]
-    except UsageError:
-        raise
     except (TypeError, ValueError, OverflowError):
-        message = f"depths must be a number or percentages, got {quote(given)}"
-        raise UsageError(message) from None
-    if not depths:
-        raise UsageError("depths must be 1 or more, got 0")
-    for depth in depths:
-        if not 0 <= depth <= 100:
-            raise UsageError(f"depth {depth:g} is not from 0 to 100 percent")
+        depths = []
+    if not depths or not all(0 <= depth <= 100 for depth in depths):
+        raise UsageError(
+            f"depths must be a number up to {_MOST_DEPTHS} or percentages from 0 to 100, "
+            f"got {quote(given)}"
+        )
     return list(dict.fromkeys(depths))
 
 
