@@ -28,7 +28,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CompressionDocument
     from kvtool.documents.plan import PlanDocument
     from kvtool.generation import Compressed

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.calls.request import Request, encode, note_text, spell_budget
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.generation import (

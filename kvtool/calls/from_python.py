@@ -207,7 +207,7 @@ def _path(given: Any, name: str) -> str | None:
 def _read_cache(cache: Any) -> Any:
     if cache is None or isinstance(cache, (str, Path)):
         return _path(cache, "cache")
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
 
     if not isinstance(cache, KVCache):
         raise UsageError(

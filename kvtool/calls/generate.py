@@ -30,7 +30,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Listener, Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
     from kvtool.policies.policy import Policy

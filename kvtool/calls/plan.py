@@ -27,9 +27,8 @@ from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.evidence import default_allocator
-from kvtool.policies.allocate.curves import Curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
-from kvtool.policies.allocate.uniform import Uniform
+from kvtool.policies.allocate.uniform import Curves, Uniform
 from kvtool.sizes import MOST_TOKENS, Budget, parse_count
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
@@ -69,7 +68,7 @@ def find_model(
     if given.model is None:
         watcher.note(f"model: {REFERENCE} (bundled; choose another with --model)")
     from kvtool.documents.memory import ModelShape
-    from kvtool.models.configuration import read_config
+    from kvtool.models.load import read_config
     from kvtool.models.placement import resolve_device, resolve_dtype
 
     dtype: str = given.dtype or "auto"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
 
@@ -71,7 +71,7 @@ class Request:
         Args:
             record: whether it will be shown.
         """
-        from kvtool.cache.build import make_cache
+        from kvtool.cache.entry.build import make_cache
 
         budget = self.budget if self.plan is None else None
         cache = make_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)

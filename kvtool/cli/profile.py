@@ -54,7 +54,7 @@ def _with_defaults(options: ProfileSettings) -> ProfileSettings:
 def _write(profiled: Profiled, options: ProfileSettings, terminal: Terminal) -> None:
     document = profiled.document
     if options.plot_path is not None:
-        from kvtool.report.profiles import draw_profile
+        from kvtool.report.measurements import draw_profile
 
         draw_profile(document, profiled.heads, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")

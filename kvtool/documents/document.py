@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -23,9 +24,6 @@ from pydantic import (
 from kvtool.documents.json_writer import dump_json
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH, parse_count
 
-VIEW, TEXT = "kvtool.report.view", "kvtool.report.text"
-"""The modules that show documents and caches: names, since `report` imports the documents."""
-
 TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 """Tokens of a text, 1 or more."""
 
@@ -34,6 +32,11 @@ ByteCount = Annotated[NonNegativeInt, Field(le=MOST_BYTES)]
 
 Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
 """A share of something, and not nothing."""
+
+
+WAS_ARM = Field(validation_alias=AliasChoices("variant", "arm"))
+WERE_ARMS = Field(validation_alias=AliasChoices("variants", "arms"))
+"""Keys of fields that older files have under another name."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class Document(Section):
         return dump_yaml(self.to_data(), dict(self.units()))
 
 
-def view() -> Any:
-    """Import the module that shows documents and caches, once something is shown."""
-    return import_module(VIEW)
+def report(name: str) -> Any:
+    """Import a module of `report` once something is shown: it imports the documents itself."""
+    return import_module(f"kvtool.report.{name}")
 
 
 class ShownDocument(Document):
@@ -100,7 +103,7 @@ class ShownDocument(Document):
         Args:
             width: characters of a line.
         """
-        written: str = import_module(TEXT).text(self, width)
+        written: str = report("text").text(self, width)
         return written
 
     def to_pandas(self) -> Any:
@@ -109,11 +112,11 @@ class ShownDocument(Document):
         Raises:
             UsageError: pandas is not installed.
         """
-        return view().frame(self)
+        return report("view").frame(self)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        return view().html(self)
+        return report("view").html(self)
 
 
 SHORT, MAPPING = "<short>", "<mapping>"

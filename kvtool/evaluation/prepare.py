@@ -128,7 +128,7 @@ class Prepared:
             "work": {
                 "folder": str(self.folder),
                 "memory": memory,
-                "arms": [variant.name for variant in variants],
+                "variants": [variant.name for variant in variants],
                 "tasks": [
                     {
                         "task": job.task.name,
@@ -194,7 +194,7 @@ def prepare(
     if sizes:
         watcher.note_any(handful_note(min(sizes)))
     if comparison.protocol.shared_prefill:
-        watcher.note("arms read a prompt together where they can, and share its seconds")
+        watcher.note("variants read a prompt together where they can, and share its seconds")
     note_answers(comparison, watcher)
     _note_key_bits(comparison, watcher)
     place = run_folder(comparison, folder)

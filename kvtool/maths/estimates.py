@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_slots
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _TINY = 1e-30  # keeps a query of zeros from dividing by zero
 
@@ -43,8 +39,6 @@ def partial_scale(query: Tensor, part: Tensor, scale: float) -> Tensor:
     Returns:
         (batch, kv_heads, group, 1) float32.
     """
-    import torch
-
     norm = torch.linalg.vector_norm(part.float(), 1, -1, keepdim=True)
     whole = torch.linalg.vector_norm(query.float(), 1, -1, keepdim=True)
     return scale * torch.sqrt(whole.clamp(min=_TINY) / norm.clamp(min=_TINY))
@@ -60,8 +54,6 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, count, width), or (batch, kv_heads, group, count, width).
     """
-    import torch
-
     batch, heads, height, width = table.shape
     first = torch.arange(0, batch * heads * height, height, device=table.device)
     first = first.view(batch, heads, *[1] * (rows.dim() - 2))
@@ -77,8 +69,6 @@ def put_column(table: Tensor, column: Tensor, at: Tensor) -> None:
         column: (batch, kv_heads, rows).
         at: (batch or 1, 1, 1) int64, which column.
     """
-    import torch
-
     entry, head, row = (torch.arange(n, device=table.device) for n in column.shape)
     table.index_put_((entry[:, None, None], head[:, None], row, at), column)
 
@@ -94,8 +84,6 @@ def page_bounds(keys: Tensor, page: int) -> Tensor:
         (batch, kv_heads, 2 * head_dim, pages) in the keys' dtype, contiguous: `head_dim` rows of
         upper bounds, then as many of lower bounds.
     """
-    import torch
-
     whole = keys.shape[2] // page
     full = keys[:, :, : whole * page].unflatten(2, (whole, page))
     upper, lower = [full.amax(3)], [full.amin(3)]
@@ -114,8 +102,6 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
         bounds: as of `page_bounds`, with a column for the page.
         key: (batch, kv_heads, head_dim).
     """
-    import torch
-
     column = bounds[..., at // page]
     upper, lower = column.chunk(2, -1)
     if at % page == 0:
@@ -135,8 +121,6 @@ def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
         at: (batch, 1, 1) int64, the number of each sequence's token.
         page: (batch, 1, 1) int64, tokens of a page.
     """
-    import torch
-
     column = (at // page)[..., None].expand(*bounds.shape[:3], 1)
     upper, lower = bounds.gather(3, column)[..., 0].chunk(2, -1)
     bound = torch.cat([torch.maximum(upper, key), torch.minimum(lower, key)], -1)
@@ -162,8 +146,6 @@ def moments(keys: Tensor) -> Tensor:
     Returns:
         (..., head_dim + 1, head_dim) float32.
     """
-    import torch
-
     keys, tokens = keys.float(), max(1, keys.shape[-2])
     sums = [torch.matmul(keys.transpose(-1, -2), keys), keys.sum(-2, keepdim=True)]
     return torch.cat(sums, -2) / tokens
@@ -180,8 +162,6 @@ def principal_components(moments: Tensor) -> tuple[Tensor, Tensor]:
         Variances, (..., head_dim), and the directions, (..., head_dim, head_dim), orthonormal, a
         direction a column.
     """
-    import torch
-
     products, mean = moments[..., :-1, :], moments[..., -1, :]
     covariance = products - mean[..., :, None] * mean[..., None, :]
     variances, directions = torch.linalg.eigh(covariance)

@@ -6,10 +6,7 @@ positions. Votes of the last queries are smoothed over neighbours before one is 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvtool.lazy_torch import Tensor, torch
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -30,8 +27,6 @@ def order_key(scores: Tensor, positions: Tensor) -> Tensor:
     Returns:
         (..., slots) int64.
     """
-    import torch
-
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return (ordered << 32) - positions
@@ -53,8 +48,6 @@ def top_mask(
     Returns:
         bool (batch, kv_heads, slots).
     """
-    import torch
-
     allowed = positions >= 0 if among is None else among
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
     if isinstance(count, torch.Tensor):
@@ -78,8 +71,6 @@ def top_slots(scores: Tensor, count: int) -> Tensor:
     Returns:
         (..., count) int64.
     """
-    import torch
-
     if scores.shape[-1] <= _FEW:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     places = torch.arange(scores.shape[-1], device=scores.device)
@@ -102,8 +93,6 @@ def keep_top(
         indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
         there; where a head keeps fewer than `slots` its tail has position -1.
     """
-    import torch
-
     key = order_key(scores, positions)
     if forced is not None:
         key = torch.where(forced, _FORCED - positions.long(), key)
@@ -132,8 +121,6 @@ def lowest(
     Returns:
         (batch, kv_heads) int64 index of a slot.
     """
-    import torch
-
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
     if distinct:
@@ -167,8 +154,6 @@ def pool_votes(
     Returns:
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
-    import torch
-
     width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
     last = torch.iinfo(positions.dtype).max
     order = positions.masked_fill(positions < 0, last).argsort(-1)

@@ -27,11 +27,10 @@ from kvtool.planning.rocketkv import (
     sized_reader,
     tokens_left,
 )
-from kvtool.policies.allocate.fixed import PlannedHeads
+from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.policies.allocate.table import parse_allocator
-from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import DEFAULT_TOKENS, Budget
 

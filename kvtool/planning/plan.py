@@ -37,11 +37,10 @@ from kvtool.planning.rocketkv import (
     plan_rocketkv,
     split_of,
 )
-from kvtool.policies.allocate.fixed import PlannedHeads
+from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
-from kvtool.policies.fixed_heads import with_fixed_heads
 from kvtool.policies.parts import Allocator
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
 

@@ -69,10 +69,10 @@ def held_tasks(document: ResultsDocument) -> list[str]:
 
 def held_points(document: ResultsDocument, task: str) -> list[HeldPoint]:
     """Return the point of each variant that was measured, policy by policy."""
-    variants = {variant.name: variant for variant in document.arms}
+    variants = {variant.name: variant for variant in document.variants}
     return [
         HeldPoint(
-            variants[result.arm],
+            variants[result.variant],
             result.cost.held_bytes,
             result.value,
             whisker(result),

@@ -249,14 +249,15 @@ def test_eval_reports_what_was_planned(kvtool):
     plan = planned(kvtool, "--ratio", "25%")
     told = run(kvtool, "eval", "-", "-p", "h2o,streaming", *QUICK, "-o", "run", stdin=plan)
     results = ResultsDocument(**told)
-    assert [arm.name for arm in results.arms] == ["full", "h2o@25%,plan", "streaming@25%,plan"]
+    names = [each.name for each in results.variants]
+    assert names == ["full", "h2o@25%,plan", "streaming@25%,plan"]
     cost = results.of("h2o@25%,plan", "niah").cost
     assert cost.kv_bytes == pytest.approx(cost.full_bytes / 4, rel=0.05)
     again = ResultsDocument(**run(kvtool, "eval", "run/recipe.lock.yaml", *QUICK[6:], "-o", "two"))
-    values = [(result.arm, result.value) for result in results.results]
-    assert [(result.arm, result.value) for result in again.results] == values
+    values = [(result.variant, result.value) for result in results.results]
+    assert [(result.variant, result.value) for result in again.results] == values
     rescored = ResultsDocument(**run(kvtool, "eval", "--rescore", "run", *QUICK[6:]))
-    assert [(result.arm, result.value) for result in rescored.results] == values
+    assert [(result.variant, result.value) for result in rescored.results] == values
 
 
 def test_a_recipe_names_a_plan_beside_it(kvtool):

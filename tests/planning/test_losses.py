@@ -15,9 +15,9 @@ def derived():
     found = {}
     for when in ("known", "later"):
         results = json.loads((RESULTS / f"{when}.json").read_text())["results"]
-        full = next(each["value"] for each in results if each["arm"] == "full")
+        full = next(each["value"] for each in results if each["variant"] == "full")
         for each in results:
-            policy, _, budget = each["arm"].partition("@")
+            policy, _, budget = each["variant"].partition("@")
             key = policy, int(budget) if budget else None
             found.setdefault(key, []).append(round(full - each["value"], 2))
     return {key: tuple(losses) for key, losses in found.items()}

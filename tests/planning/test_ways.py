@@ -227,7 +227,7 @@ def tiny():
 
 
 def _config(llama):
-    from kvtool.models.configuration import read_config
+    from kvtool.models.load import read_config
 
     return read_config(llama)
 

@@ -57,7 +57,9 @@ def test_the_front_is_drawn_through_the_points_that_no_other_beats():
 
 def test_what_was_fed_in_blocks_is_hollow_and_not_on_the_front():
     run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
-    run = run.model_copy(update={"results": [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]})
+    run = run.model_copy(
+        update={"results": [ppl(variant, in_blocks=("snapkv",)) for variant in run.variants]}
+    )
     run = changed(run, "snapkv@64", value=0.001)  # better than all others
     front = front_of(held_points(run, "ppl"), lower_is_better=True)
     assert {point.variant.name for point in front} == {"h2o@64", "full"}

@@ -125,9 +125,9 @@ class Speed(Task):
         import torch
 
         from kvtool.generation import decode_step
+        from kvtool.generation.broken_numbers import broken_entries, explain
         from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
-        from kvtool.generation.finite import broken_entries, explain
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]

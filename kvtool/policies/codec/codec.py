@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-if TYPE_CHECKING:  # counting bytes needs no torch
-    import torch
-    from torch import Tensor
+from kvtool.lazy_torch import Tensor, torch
 
+if TYPE_CHECKING:  # counting bytes needs no torch
     from kvtool.maths.quantise import RandomRotation
 
 SCALE_BYTES = 2  # float16

@@ -93,8 +93,8 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
     if parsed.reader is not None:
         return {"forecast_held_bytes": held}
     request = Budget.parse(budget) if parsed.takes_budget else None
-    arm = Variant(parsed, request, mode)
-    peak = prompt_bytes(ours.config, dtype, arm, prompt, new)
+    variant = Variant(parsed, request, mode)
+    peak = prompt_bytes(ours.config, dtype, variant, prompt, new)
     return {"forecast_held_bytes": held, "forecast_kv_peak_bytes": peak}
 
 
