@@ -118,8 +118,8 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
     """Return the kind of every cache layer and the arguments that make it.
 
     A window that is as long as the texts that a model was trained for, or longer (Phi-3.5), is
-    none. Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
-    before 5.23 leave out layers that share the cache of another.
+    none. Releases before 5.19 give the arguments once for all layers, those of all kinds together;
+    those before 5.23 leave out layers that share the cache of another.
 
     Args:
         config: of a decoder.

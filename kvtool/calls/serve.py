@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtool.models.load import Loaded
     from kvtool.policies.policy import Policy
 
+_LAST_WORDS = 2  # seconds in which clients are told that the server ends
 _SUFFIXES = (".safetensors", ".kv")
 
 
@@ -65,6 +66,7 @@ class ServeRun:
             "memory_bytes": settings.memory_bytes,
             "max_new_tokens": settings.new_tokens,
             "longest_prompt": settings.longest,
+            "longest_answer": settings.longest_answer_tokens,
             "drain": settings.drain,
         }
 
@@ -87,7 +89,7 @@ class ServeRun:
             with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
                 served = self._serve(loaded, watcher)
                 try:
-                    _run(served, settings, listening, on_ready)
+                    _run(served, settings, listening, on_ready, watcher.note)
                 finally:
                     served.answers.stop()
 
@@ -104,8 +106,10 @@ class ServeRun:
         memory, most = self._room(loaded, list(offers.values()), watcher)
         answers = LiveAnswers(model, loaded.tokenizer, memory=memory, most_sequences=most)
         choose, opener = partial(self._choose, loaded), Opener(loaded, longest)
-        new = settings.new_tokens
-        return Served(loaded, offers, also, choose, opener, answers, settings.key, new)
+        key, new = settings.key, settings.new_tokens
+        answer = settings.longest_answer_tokens or trained_length(model.config)
+        hosts = settings.hosts
+        return Served(loaded, offers, also, choose, opener, answers, key, new, answer, hosts)
 
     def _room(
         self, loaded: Loaded, offers: list[Offer], watcher: Watcher
@@ -169,11 +173,14 @@ class ServeRun:
         if offer.base is not None:
             raise Refused(f"`{offer.name}` goes on by the policy that its text was read with")
         policy = self.request.policy
-        if choice.policy is not None:  # no module is imported that only a request names
-            policy = parse_policy(choice.policy, imports=False)
-        if str(policy) not in self.allowed:
-            listed = ", ".join(self.allowed) or "no policy (--allow-policies)"
-            raise Refused(f"policy {quote(policy)} is not allowed; this server allows {listed}")
+        chosen = choice.policy or str(policy)
+        outside = ":" in chosen  # a class: which ones are imported is no client's concern
+        if choice.policy is not None and not (outside and chosen not in self.allowed):
+            policy = parse_policy(chosen, imports=False)
+            chosen = str(policy)
+        if chosen not in self.allowed:
+            listed = ", ".join(self.allowed) or "no choice of policies"
+            raise Refused(f"policy {quote(chosen)} is not allowed; this server allows {listed}")
         budget = None
         if policy.takes_budget:
             budget = _budget(policy, choice.budget, self.request.budget)
@@ -252,21 +259,28 @@ def _run(
     settings: ServeSettings,
     listening: socket.socket,
     on_ready: Callable[[str, Callable[[], None]], object],
+    note: Callable[[str], object],
 ) -> None:
     import uvicorn
 
     from kvtool.engines.connections import BoundedConnections
+    from kvtool.engines.requests import Refused
     from kvtool.engines.server import make_app
+
+    class _Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            self.force_exit = self.should_exit  # the second signal ends at once
+            super().handle_exit(sig, frame)
 
     config = uvicorn.Config(
         make_app(served),
         http=BoundedConnections,
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=settings.drain,
+        timeout_graceful_shutdown=settings.drain + _LAST_WORDS,
         server_header=False,
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
 
@@ -279,6 +293,13 @@ def _run(
             await asyncio.sleep(0.01)
         if server.started:
             on_ready(f"http://{shown}:{port}/v1", end)
+        while not server.should_exit and not serving.done():
+            await asyncio.sleep(0.1)
+        await asyncio.wait({serving}, timeout=settings.drain)
+        if not serving.done():
+            ended = served.answers.end(Refused("the server ends; ask again later", status=503))
+            requests = "1 request was" if ended == 1 else f"{ended} requests were"
+            note(f"note: {requests} ended: --drain was over")
         await serving
 
     with _quiet_end():

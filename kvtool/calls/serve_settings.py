@@ -78,6 +78,23 @@ class ServeSettings(CachedSettings):
             help="Refuse longer prompts.  [default: what the model was trained for]",
         ),
     ] = None
+    longest_answer: Annotated[
+        str | None,
+        Flag(
+            "--longest-answer",
+            metavar="N",
+            help="Refuse requests for more tokens.  [default: what the model was trained for]",
+        ),
+    ] = None
+    allow_host: Annotated[
+        list[str],
+        Flag(
+            "--allow-host",
+            metavar="NAME",
+            help="Answer to this name, too; without a key, a server on this machine answers to "
+            "localhost alone.",
+        ),
+    ] = field(default_factory=list)
     drain: Annotated[
         int,
         Flag(
@@ -106,9 +123,22 @@ class ServeSettings(CachedSettings):
         return None if self.longest_prompt is None else parse_count(self.longest_prompt)
 
     @property
+    def longest_answer_tokens(self) -> int | None:
+        """The tokens that a request may ask for, where that is said."""
+        return None if self.longest_answer is None else parse_count(self.longest_answer)
+
+    @property
+    def hosts(self) -> frozenset[str] | None:
+        """The names that the server answers to; None: to any."""
+        if self.key is not None or not self.is_loopback:
+            return None
+        own = ("localhost", "127.0.0.1", "[::1]", self.host, *self.allow_host)
+        return frozenset(each.lower() for each in own)
+
+    @property
     def key(self) -> str | None:
         """The key that requests must give."""
-        return self.api_key or os.environ.get(API_KEY) or None
+        return os.environ.get(API_KEY) if self.api_key is None else self.api_key
 
     @property
     def cache_paths(self) -> list[Path]:
@@ -128,6 +158,8 @@ class ServeSettings(CachedSettings):
             raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
         if self.longest is not None and self.longest < 1:
             raise UsageError(f"--longest-prompt must be 1 or more, got {self.longest_prompt}")
+        if self.longest_answer_tokens is not None and self.longest_answer_tokens < 1:
+            raise UsageError(f"--longest-answer must be 1 or more, got {self.longest_answer}")
         if self.memory_bytes == 0:
             raise UsageError("--memory must hold something, got 0")
         if self.budget is not None and Budget.parse(self.budget).share is not None:
@@ -136,8 +168,11 @@ class ServeSettings(CachedSettings):
             )
         if self.tensor_parallel:
             raise UsageError("--tensor-parallel is not for serve, which is one process")
-        if not (self.key or "x").isascii() or any(c.isspace() for c in self.key or ""):
-            raise UsageError("an API key is ASCII without spaces")
+        key = self.key
+        if key is not None and not (key and key.isascii() and not any(map(str.isspace, key))):
+            raise UsageError(
+                f"an API key (--api-key, {API_KEY}) is ASCII without spaces, not empty"
+            )
         for path in self.cache_paths:
             check_name(path, "--cache")
             if not path.is_file():

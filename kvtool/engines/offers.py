@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,10 @@ from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.feeding import check_positions, check_tokens
 from kvtool.models.chat import continued_ids, template_of
 from kvtool.models.load import Loaded
+
+_BODY = 2**16  # bytes of a request beside its text
+_ESCAPED = 3  # bytes of JSON for a byte of text: `\\u00e9` for the two of `é`
+_CHARACTERS, _MARGIN = 8, 64  # read of a long text for each allowed token; tokens of a cut
 
 
 @dataclass(frozen=True)
@@ -109,7 +116,35 @@ class Opener:
             longest: tokens that a prompt may have, a text before included; None: any number.
         """
         self._loaded, self._longest = loaded, longest
-        self._lock = threading.Lock()  # tokenizers are no friends of threads
+        fast = getattr(loaded.tokenizer, "is_fast", False)
+        self._lock = contextlib.nullcontext() if fast else threading.Lock()
+
+    @functools.cached_property
+    def most_bytes(self) -> int:
+        """Bytes that the body of a request may have: those of the longest prompt, and some more."""
+        if self._longest is None:
+            return sys.maxsize
+        widest = max(len(token.encode()) for token in self._loaded.tokenizer.get_vocab())
+        return _BODY + self._longest * widest * _ESCAPED
+
+    def _check_size(self, texts: Sequence[str]) -> None:
+        """Refuse long texts by their beginning, before all of them are tokens.
+
+        A tokenizer takes hundreds of bytes of memory for each byte of a text.
+        """
+        if self._longest is None:
+            return
+        text, size = "".join(texts), _CHARACTERS * self._longest
+        while size < len(text):
+            if len(self._loaded.tokenizer(text[:size])["input_ids"]) > self._longest + _MARGIN:
+                raise self._too_long(f"more than {self._longest}")
+            size *= 4
+
+    def _too_long(self, tokens: object) -> Refused:
+        return Refused(
+            f"the prompt has {tokens} tokens, and {self._longest} are allowed",
+            code="context_length_exceeded",
+        )
 
     def prepare(self, ask: Ask, offer: Offer, max_new_tokens: int) -> Prompt:
         """Turn a request into tokens, and refuse one that cannot be answered.
@@ -119,13 +154,11 @@ class Opener:
             UsageError: a template or a budget that it does not fit.
         """
         with self._lock:
+            self._check_size([ask.prompt or "", *(each.content for each in ask.messages or ())])
             first, ids = self._first(ask, offer)
         tokens = ids.shape[1] + offer.base_tokens
         if self._longest is not None and tokens > self._longest:
-            raise Refused(
-                f"the prompt has {tokens} tokens, and {self._longest} are allowed",
-                code="context_length_exceeded",
-            )
+            raise self._too_long(tokens)
         check_tokens(self._loaded.model, ids)
         check_positions(self._loaded.model, [tokens], max_new_tokens)
         if offer.base is None:

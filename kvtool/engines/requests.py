@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -45,13 +46,18 @@ def _message(value: Any, place: int) -> Message:
         if not isinstance(value, dict):
             raise UsageError(f"a message has `role` and `content`, got {show(value)}")
         if value.get("role") == "assistant":  # as this server has sent it
-            value = {key: each for key, each in value.items() if key != "reasoning_content"}
+            value = {key: each for key, each in value.items() if key not in _SENT}
             if value.get("content") in ("", None) and "content" in value:
                 empty = read_message(value | {"content": "."}, ("role", "content"))
                 return Message(empty.role, "")
+        value = {key: each for key, each in value.items() if key not in _NAMES}
         return read_message(value, ("role", "content"))
     except UsageError as error:
         raise UsageError(f"message {place}: {error}") from None
+
+
+_SENT = ("reasoning_content", "refusal", "annotations", "audio", "tool_calls", "function_call")
+_NAMES = ("name", "id", "type", "status", "phase")
 
 
 def _only(value: Any) -> Any:
@@ -65,6 +71,19 @@ class Choice(Section):
 
     policy: str | None = None
     budget: int | str | None = None
+
+
+class StreamOptions(Section):
+    """What a stream holds beside its text.
+
+    Attributes:
+        include_obfuscation: is not done, and changes no text.
+    """
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
 
 
 class Ask(Section):
@@ -85,7 +104,10 @@ class Ask(Section):
     stream: bool = False
     temperature: Annotated[float, Field(le=2), AfterValidator(check_temperature)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = Field(
+        default_factory=lambda: secrets.randbelow(LARGEST_SEED + 1)
+    )
+    stream_options: StreamOptions = StreamOptions()
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)] = Field(
         default_factory=list, max_length=16
     )
@@ -123,6 +145,16 @@ _ONLY: dict[str, tuple[Any, ...]] = {  # values that ask for what is done anyway
     "top_logprobs": (0,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "top_k": (-1, 0),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -147,7 +179,7 @@ def read_request(route: str, text: bytes) -> Ask:
         Refused: it cannot be read, or asks for what cannot be done.
     """
     try:
-        body = load_json(text.decode("utf-8"))
+        body = load_json(text.decode("utf-8"), unique=True)
         if not isinstance(body, dict):
             raise Refused(f"the body is a JSON object, got {show(body)}")
         given = _known(route, body)
@@ -226,7 +258,5 @@ def _input(given: Mapping[str, Any]) -> list[Any]:
     for each in asked:
         if isinstance(each, dict) and each.get("type") == "reasoning":
             continue
-        if isinstance(each, dict) and each.get("type", "message") == "message":
-            each = {key: each[key] for key in each if key not in ("type", "id", "status", "phase")}
         items.append(each)
     return items

@@ -38,10 +38,11 @@ from transformers.cli.serving.utils import (
 
 from kvtool.engines.offers import Offer, Opener, Prompt
 from kvtool.engines.requests import Ask, Choice, Refused, read_request
-from kvtool.errors import KvtoolError, UsageError, is_out_of_memory
+from kvtool.errors import KvtoolError, UsageError, is_out_of_memory, quote
 from kvtool.generation.answering_thread import Answer, Job, LiveAnswers
 from kvtool.generation.decoding import Callback
 from kvtool.models.load import Loaded
+from kvtool.sizes import bytes_in_words
 
 _MOST_WAITING = 1024  # requests; those beyond are asked to come again
 _LARGEST_BODY = 32 * 2**20  # bytes
@@ -63,6 +64,8 @@ class Served:
         choose: makes an offer of the policy and budget that a request chooses.
         api_key: that requests must give; None: anyone may ask.
         max_new_tokens: of requests that do not say.
+        longest_answer: tokens that a request may ask for; None: any number.
+        hosts: by which clients may call the server; None: by any.
     """
 
     loaded: Loaded
@@ -73,6 +76,8 @@ class Served:
     answers: LiveAnswers
     api_key: str | None
     max_new_tokens: int
+    longest_answer: int | None = None
+    hosts: frozenset[str] | None = None
     since: int = field(default_factory=lambda: int(time.time()))
 
     def find(self, ask: Ask) -> Offer:
@@ -132,22 +137,39 @@ def make_app(served: Served) -> Callable[..., Any]:
             lambda request, error: _error(error),
         ),
     )
-    return _with_key(app, served.api_key)
+    return _guarded(app, served)
 
 
-def _with_key(app: Callable[..., Any], key: str | None) -> Callable[..., Any]:
-    """Ask for a key before anything is read; `/health` needs none."""
+def _guarded(app: Callable[..., Any], served: Served) -> Callable[..., Any]:
+    """Ask for a key and look at the host before anything is read; `/health` needs no key.
+
+    A page that a browser has from another host may rebind that name to this machine, and would then
+    be of one origin with a server that answers to any name.
+    """
+    key, hosts = served.api_key, served.hosts
+
+    def refusal(scope: Any) -> Refused | None:
+        given = dict(scope["headers"])
+        if hosts is not None and _host(given.get(b"host", b"")) not in hosts:
+            said = given.get(b"host", b"").decode("latin-1")
+            return Refused(f"this server does not answer to the host {quote(said)}", status=403)
+        if key is None or scope["path"] == "/health":
+            return None
+        if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + key.encode()):
+            return None
+        return Refused("no valid API key is given", status=401, code="invalid_api_key")
 
     async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        if key is not None and scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, b"Bearer " + key.encode()):
-                error = Refused("no valid API key is given", status=401, code="invalid_api_key")
-                await _error(error)(scope, receive, send)
-                return
-        await app(scope, receive, send)
+        refused = refusal(scope) if scope["type"] == "http" else None
+        await (app if refused is None else _error(refused))(scope, receive, send)
 
     return guarded
+
+
+def _host(header: bytes) -> str:
+    """Return the name in a header `Host`, without its port."""
+    name, colon, port = header.decode("latin-1").lower().rpartition(":")
+    return name if colon and port.isdigit() else header.decode("latin-1").lower()
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
@@ -168,7 +190,7 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 def _error(error: Exception) -> JSONResponse:
     """Put what went wrong into one line of JSON."""
     status, code, kind = 500, None, "server_error"
-    message = str(error) if isinstance(error, KvtoolError) else ""
+    message = _without_flags(error) if isinstance(error, KvtoolError) else ""
     if isinstance(error, UsageError):
         status, kind = getattr(error, "status", 400), "invalid_request_error"
         code = getattr(error, "code", None)
@@ -183,34 +205,44 @@ def _error(error: Exception) -> JSONResponse:
     return JSONResponse({"error": said}, status_code=status)
 
 
+def _without_flags(error: KvtoolError) -> str:
+    """Return what a client can use of a mistake: no hint that names options of the server."""
+    return error.message if "--" in (error.hint or "") else str(error)
+
+
 def _said(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
     return {"message": message, "type": kind, "param": None, "code": code}
 
 
-async def _body(request: Request) -> bytes:
+async def _body(request: Request, most: int) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # which a page in a browser cannot send to another's server
         raise Refused(f"the content type is application/json, got `{kind}`", status=415)
-    too_large = Refused(f"the body may have {_LARGEST_BODY >> 20} MiB", status=413)
+    too_large = Refused(f"the body may have {bytes_in_words(most)}", status=413)
     length = request.headers.get("content-length", "0")
-    if length.isdigit() and int(length) > _LARGEST_BODY:
+    if length.isdigit() and int(length) > most:
         raise too_large
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > _LARGEST_BODY:
+        if len(body) > most:
             raise too_large
     return bytes(body)
 
 
 async def _answer(served: Served, path: str, request: Request) -> Response:
     route, handler, prefix = _ROUTES[path]
-    ask = read_request(route, await _body(request))
-    offer = served.find(ask)
-    if served.answers.waiting >= _MOST_WAITING:
-        raise Refused(f"{_MOST_WAITING} requests wait already; ask again later", status=503)
-    new = served.max_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens
-    prompt = await asyncio.to_thread(served.opener.prepare, ask, offer, new)
+    body = await _body(request, min(_LARGEST_BODY, served.opener.most_bytes))
+    gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the end
+    reading = asyncio.ensure_future(asyncio.to_thread(_prepare, served, route, body))
+    await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+    if not reading.done():
+        return Response(status_code=499)
+    try:
+        ask, offer, prompt = await reading
+    except BaseException:
+        gone.cancel()
+        raise
     run = _Run(served, prompt)
     given = {
         "request_id": f"{prefix}{uuid.uuid4().hex}",
@@ -223,11 +255,11 @@ async def _answer(served: Served, path: str, request: Request) -> Response:
     }
     given |= {"body": {}} if route == "response" else {}
     if ask.stream:
+        gone.cancel()  # whoever sends a stream watches for it
         stream = handler(None, None)._streaming(**given)
         events = _dressed(stream.body_iterator, run, done=route != "response")
         return StreamingResponse(events, media_type="text/event-stream")
     answer = asyncio.ensure_future(handler(None, None)._non_streaming(**given))
-    gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the end
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -236,6 +268,25 @@ async def _answer(served: Served, path: str, request: Request) -> Response:
     finally:
         answer.cancel()
         gone.cancel()
+
+
+def _prepare(served: Served, route: str, body: bytes) -> tuple[Ask, Offer, Prompt]:
+    """Read a request and turn it into tokens, aside from the loop that answers all clients."""
+    ask = read_request(route, body)
+    offer = served.find(ask)
+    if served.answers.waiting >= _MOST_WAITING:
+        raise Refused(f"{_MOST_WAITING} requests wait already; ask again later", status=503)
+    new = ask.max_new_tokens
+    if new is None:
+        new = served.max_new_tokens
+    elif served.longest_answer is not None and new > served.longest_answer:
+        raise Refused(f"an answer may have {served.longest_answer} tokens, and {new} are asked for")
+    try:
+        return ask, offer, served.opener.prepare(ask, offer, new)
+    except Exception:
+        raise
+    except BaseException as error:  # a panic of a tokenizer is none of Python's exceptions
+        raise Refused(f"the text cannot be read: {type(error).__name__}") from None
 
 
 async def _dressed(events: AsyncIterator[str], run: _Run, *, done: bool) -> AsyncIterator[str]:
@@ -365,14 +416,28 @@ class _Run(BaseGenerateManager):
         self.job.cancel()
 
     def dress_event(self, event: str) -> str:
-        """Add what kvtool knows to one event of a stream."""
+        """Add what kvtool knows to one event of a stream, in the form that OpenAI gives it.
+
+        The reason for the end is in every chunk, and a usage in a last one, if it is asked for.
+        """
         lead = "data: "
-        if not event.startswith(lead) or not ('"usage"' in event or '"error"' in event):
+        if not event.startswith(lead):
             return event
         data = json.loads(event[len(lead) :])
         if isinstance(data.get("error"), str):
             data["error"] = _said(data["error"], "server_error")
-        return lead + json.dumps(self.dress(data), ensure_ascii=False, separators=(",", ":"))
+        data = self.dress(data)
+        parts = [data]
+        if "choices" in data:
+            for choice in data["choices"]:
+                choice.setdefault("finish_reason", None)
+            usage = data.pop("usage", None)
+            if self._prompt.ask.stream_options.include_usage:
+                data["usage"] = None
+                parts += [data | {"choices": [], "usage": usage}] if usage else []
+        return "\n\n".join(
+            lead + json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in parts
+        )
 
     def dress(self, data: dict[str, Any]) -> dict[str, Any]:
         """Add to an answer why it ended, and what its cache holds."""
@@ -385,13 +450,23 @@ class _Run(BaseGenerateManager):
         name = "input_tokens_details" if "input_tokens" in usage else "prompt_tokens_details"
         usage[name] = {**(usage.get(name) or {}), "cached_tokens": reused}
         usage["kvtool"] = self._usage(answer)
+        if answer.ended or self._stop.found:
+            return data
         for choice in whole.get("choices", ()):
-            if choice.get("finish_reason") == "stop" and not (answer.ended or self._stop.found):
+            if choice.get("finish_reason") == "stop":
                 choice["finish_reason"] = "length"
+        if "output" in whole:
+            whole["status"] = "incomplete"
+            whole["incomplete_details"] = {"reason": "max_output_tokens"}
+            for item in whole["output"]:
+                item["status"] = "incomplete"
+        if data.get("type") == "response.completed":
+            data["type"] = "response.incomplete"
         return data
 
     def _usage(self, answer: Answer) -> dict[str, Any]:
         report, offer = answer.report, self._prompt.offer
+        drawing = self._prompt.ask.drawing
         return {
             "policy": offer.policy,
             "budget": offer.budget,
@@ -400,6 +475,7 @@ class _Run(BaseGenerateManager):
             "held_bytes": report.allocated_bytes + report.state_bytes,
             "full_bytes": report.full_bytes,
             "continued": answer.held,
+            **({"seed": drawing.seed} if drawing.temperature else {}),
         }
 
     def _held_as(self, answer: Answer) -> Any:

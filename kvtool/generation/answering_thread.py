@@ -192,6 +192,18 @@ class LiveAnswers:
         """How many requests are in flight."""
         return sum(len(live.jobs) for live in list(self._batches))
 
+    def end(self, why: Exception) -> int:
+        """End the thread after its step, tell all requests why, and return how many there were."""
+        with self._change:
+            told = [*self._coming, *(job for live in self._batches for job in live.jobs)]
+            self._stopping = True
+            self._change.notify()
+        for job in told:
+            if not job.cancelled.is_set():
+                job.cancel()
+                job.on_end(why)
+        return len(told)
+
     def stop(self) -> None:
         """End the thread after its step; requests that are not answered are dropped."""
         with self._change:
