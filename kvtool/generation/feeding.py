@@ -6,8 +6,9 @@ Tokens and positions that the model has no embeddings for are refused before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from kvtool.generation.broken_numbers import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
 from kvtool.transformers_versions import cache_argument
 
+Value = TypeVar("Value")
 
-@torch.no_grad()
+
 def prefill(
     model: PreTrainedModel,
     cache: KVCache,
@@ -51,6 +53,36 @@ def prefill(
         KvtoolError: padded texts in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
+    settings = {"new_tokens": new_tokens, "tokenizer": tokenizer}
+    return run_to_end(prefill_by_piece(model, cache, input_ids, attention_mask, **settings))
+
+
+def run_to_end(steps: Generator[None, None, Value]) -> Value:
+    """Run all steps of some work, and return what it comes to."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@torch.no_grad()
+def prefill_by_piece(
+    model: PreTrainedModel,
+    cache: KVCache,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    new_tokens: int = 0,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    piece: int | None = None,
+) -> Generator[None, None, Tensor]:
+    """Do what `prefill` does, with a pause after each forward, in which other caches may be fed.
+
+    Args:
+        piece: tokens of a forward at most; the prompt is cut at its end as if it had come at once,
+            and until then all layers hold it whole. None: as the cache was built.
+    """
     input_ids = input_ids.to(model.device)
     batch, width = input_ids.shape
     seen = [0] * batch if cache.get_seq_length() == 0 else cache.tokens_seen()
@@ -73,6 +105,8 @@ def prefill(
     logits: Tensor | None = None
     begin_prompt(cache, tokenizer)
     with explaining(model, input_ids), cache.prompt(lengths, new_tokens):
+        if piece is not None and width > piece:
+            cache.running.read_in_pieces(-(-width // -(-width // piece)))
         for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
             last = _last_columns(valid, batch, ids.shape[1])
             out = forward(model, cache, ids, valid, last)
@@ -81,6 +115,7 @@ def prefill(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
+            yield
         part = Repetition.of(cache)
         if logits is not None and part is not None and not part.ended:
             rows = [

@@ -239,6 +239,13 @@ class StoredBudgets:
         else:
             self._set(layer, self._of_entries(layer, lengths), lengths)
 
+    def keep(self, layer: SlotLayer, lengths: list[int]) -> None:
+        """Let a layer keep all of a prompt, whose end is still to come."""
+        if self.deferred:
+            self.assign(layer, None, 0, lengths)
+        else:
+            layer.set_budget(LayerBudget.of([max(lengths)]))
+
     def plan_block(self, q_len: int, valid: Tensor | None, lengths: list[int] | None) -> None:
         """Fix what may be kept before a block is read, where something is stored already.
 

@@ -287,7 +287,11 @@ class KVCache(InWords, CacheState):
             kv_heads = layer.slots.kv_heads
             shape = self.budgets.facts.layers[layer.index]
             layer.slots.set_heads(heads_of_layer(shards, self.config, shape, query_heads, kv_heads))
-        self.budgets.assign(layer, positions, q_len, self.running.prompt_lengths)
+        running = self.running
+        if running.goes_on and running.prompt_lengths and layer.window is None:
+            self.budgets.keep(layer, running.prompt_lengths)
+        else:
+            self.budgets.assign(layer, positions, q_len, running.prompt_lengths)
 
     def end_step(self, step: PendingStep, call: Call, out: Tensor) -> None:
         """Note that a layer's step has run."""
@@ -337,6 +341,8 @@ class KVCache(InWords, CacheState):
             yield
             self._cut_deferred()
             for layer in self.slot_layers:
+                if self.running.piece is not None and layer.ragged is None:
+                    layer.slots.shrink(layer.slots.used + layer.policy.spare)
                 self.prepare_decode(layer)
             self._expect(new_tokens)
         except BaseException:
@@ -403,7 +409,7 @@ class KVCache(InWords, CacheState):
         Args:
             lengths: tokens that each entry will have seen at the prompt's end.
         """
-        block = self.settings.block
+        block = self.running.piece or self.settings.block
         if not self.parts.by_logits:
             return None if block is None else [block] * len(lengths)
         block = block or DEFAULT_BLOCK

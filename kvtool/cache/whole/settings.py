@@ -167,6 +167,7 @@ class ForwardState:
         in_prompt: whether it is a part of a prompt that was announced.
         prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
         last_block: whether it ends its prompt.
+        piece: tokens of that prompt that are read at a time, of what is cut at its end; None: all.
         rope: for which lengths of the text the factors of a RoPE were chosen.
     """
 
@@ -179,6 +180,7 @@ class ForwardState:
         self.unstored: Unstored | None = None
         self.logits_asked: int | Tensor = 0
         self.prompt_lengths: list[int] | None = None
+        self.piece: int | None = None
         self.leave_prompt()
 
     def enter_prompt(self, lengths: list[int] | None) -> None:
@@ -188,7 +190,16 @@ class ForwardState:
     def leave_prompt(self) -> None:
         """Take the forwards that follow as prompts of their own, or as decoded tokens."""
         self.in_prompt, self.last_block = False, True
-        self.prompt_lengths = None
+        self.prompt_lengths = self.piece = None
+
+    def read_in_pieces(self, piece: int) -> None:
+        """Read the prompt by so many tokens, and cut it at its end as if it had come at once."""
+        self.piece = piece
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it reads a piece of a prompt that is cut later."""
+        return self.piece is not None and not self.last_block
 
     def note_text(self, tokens: int | None) -> None:
         """Say how many tokens of the text have been noted; None: it is not known."""
