@@ -65,6 +65,7 @@ class ServeRun:
             "allow_policies": self.allowed,
             "memory_bytes": settings.memory_bytes,
             "max_new_tokens": settings.new_tokens,
+            "prefill_chunk": settings.prefill_chunk,
             "longest_prompt": settings.longest,
             "longest_answer": settings.longest_answer_tokens,
             "drain": settings.drain,
@@ -104,7 +105,10 @@ class ServeRun:
         longest = settings.longest or trained_length(model.config)
         offers, also = self._offers(loaded)
         memory, most = self._room(loaded, list(offers.values()), watcher)
-        answers = LiveAnswers(model, loaded.tokenizer, memory=memory, most_sequences=most)
+        if any(parse_policy(offer.policy).codec is not None for offer in offers.values()):
+            watcher.note("note: prompts are read at once, as the codec asks; other answers wait")
+        limits = {"memory": memory, "most_sequences": most, "piece": settings.prefill_chunk}
+        answers = LiveAnswers(model, loaded.tokenizer, **limits)
         choose, opener = partial(self._choose, loaded), Opener(loaded, longest)
         key, new = settings.key, settings.new_tokens
         answer = settings.longest_answer_tokens or trained_length(model.config)

@@ -78,6 +78,15 @@ class ServeSettings(CachedSettings):
             help="Refuse longer prompts.  [default: what the model was trained for]",
         ),
     ] = None
+    prefill_chunk: Annotated[
+        int,
+        Flag(
+            "--prefill-chunk",
+            min=1,
+            metavar="N",
+            help="Read so many tokens of a prompt between two steps of the other answers.",
+        ),
+    ] = 512
     longest_answer: Annotated[
         str | None,
         Flag(

@@ -1,5 +1,7 @@
 """Answer requests that come in while others run: one thread reads prompts and draws tokens.
 
+A long prompt is read in pieces, and the others take a step after each.
+
 Requests whose caches can be joined share a batch (`kvtool.cache.whole.batching`), the others take
 a step each in turn. Between two steps one prompt is read, so that a long queue does not hold up
 answers.
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,10 +23,11 @@ from kvtool.cache.whole.batching import take_entry, why_apart
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.generation.continuation import feed_prompt
+from kvtool.generation.continuation import Fed, feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.model_settings import end_tokens
 from kvtool.generation.serving import Batch, Drawing, Running, Waiting, begin, step_all
+from kvtool.model_shape import layer_shapes
 
 _LAST_STEP = 10.0  # seconds that the last step may take; a long prompt is left behind
 
@@ -147,14 +150,19 @@ class LiveAnswers:
         *,
         memory: int | None = None,
         most_sequences: int | None = None,
+        piece: int | None = None,
     ) -> None:
         """Start the thread.
 
         Args:
             memory: bytes of all caches, of requests in flight and of held ones; None: no bound.
             most_sequences: requests in flight; None: no bound.
+            piece: tokens of a prompt that are read between two steps, where the policy and the
+                memory allow it: until its end all layers hold it whole. None: all.
         """
         self.model, self.tokenizer, self.memory = model, tokenizer, memory
+        self._piece = piece
+        self._reading: _Reading | None = None
         self.held = Held()
         self._most = most_sequences
         self._coming: deque[Job] = deque()
@@ -189,13 +197,19 @@ class LiveAnswers:
 
     @property
     def running(self) -> int:
-        """How many requests are in flight."""
-        return sum(len(live.jobs) for live in list(self._batches))
+        """How many requests are in flight, with the one whose prompt is being read."""
+        return sum(len(jobs) for jobs in self._in_flight())
+
+    def _in_flight(self) -> list[list[Job]]:
+        """Return the requests of each batch; one that is being read is a batch of its own."""
+        reading = self._reading
+        batches = [live.jobs for live in list(self._batches)]
+        return batches if reading is None else [*batches, [reading.job]]
 
     def end(self, why: Exception) -> int:
         """End the thread after its step, tell all requests why, and return how many there were."""
         with self._change:
-            told = [*self._coming, *(job for live in self._batches for job in live.jobs)]
+            told = [*self._coming, *(job for jobs in self._in_flight() for job in jobs)]
             self._stopping = True
             self._change.notify()
         for job in told:
@@ -215,19 +229,23 @@ class LiveAnswers:
     def _run(self) -> None:
         while True:
             with self._change:
-                while not (self._stopping or self._coming or self._batches):
+                while not (self._stopping or self._coming or self._in_flight()):
                     self._change.wait()
                 if self._stopping:
                     return
             self._drop_cancelled()
-            job = self._next()
-            if job is not None:
-                self._guard([job], partial(self._admit, job))
+            if self._reading is None:
+                job = self._next()
+                if job is not None:
+                    self._reading = _Reading(job)
+            reading = self._reading
+            if reading is not None and not self._guard([reading.job], partial(self._read, reading)):
+                self._reading = None
             for live in list(self._batches):
                 if not self._guard(live.jobs, live.step) or not live.jobs:
                     self._batches.remove(live)
             if self.memory is not None and len(self.held):
-                self.held.shrink(self.memory - _bytes_of([live.jobs for live in self._batches]))
+                self.held.shrink(self.memory - _bytes_of(self._in_flight()))
 
     def _guard(self, jobs: list[Job], work: Callable[[], Any]) -> bool:
         """Do some work for requests, which all end with what goes wrong in it."""
@@ -243,6 +261,8 @@ class LiveAnswers:
     def _drop_cancelled(self) -> None:
         with self._change:
             self._coming = deque(job for job in self._coming if not job.cancelled.is_set())
+        if self._reading is not None and self._reading.job.cancelled.is_set():
+            self._reading = None
         for live in list(self._batches):
             if not self._guard(live.jobs, live.drop_cancelled) or not live.jobs:
                 self._batches.remove(live)
@@ -263,19 +283,42 @@ class LiveAnswers:
                 self.held.shrink(self.memory - taken)
             return self._coming.popleft()
 
-    def _admit(self, job: Job) -> None:
-        opened = job.open()
-        ids, logits, _ = feed_prompt(
-            self.model,
-            opened.cache,
-            opened.asked.ids,
-            None,
-            job.max_new_tokens,
-            self.tokenizer,
-        )
+    def _read(self, reading: _Reading) -> None:
+        """Read a piece of a prompt, and let the request join the others behind the last one."""
+        job = reading.job
+        if reading.steps is None:
+            opened = job.open()
+            job.begin(opened)
+            new, piece = job.max_new_tokens, self._piece if self._takes_whole(opened) else None
+            ids = opened.asked.ids
+            reading.steps = feed_prompt(
+                self.model, opened.cache, ids, None, new, self.tokenizer, piece
+            )
+        try:
+            next(reading.steps)
+        except StopIteration as end:
+            self._reading = None
+            self._admit(job, *end.value[:2])
+
+    def _takes_whole(self, opened: Opened) -> bool:
+        """Whether all layers may hold a prompt until its end, which one that comes at once may not.
+
+        A codec would have the pieces attend to what it has rounded.
+        """
+        cache = opened.cache
+        if cache.policy.codec is not None or cache.block is not None:
+            return False
+        if self.memory is None:
+            return True
+        token = sum(layer.bytes for layer in layer_shapes(self.model.config) if layer is not None)
+        tokens = max(cache.tokens_seen()) + opened.asked.ids.shape[1]
+        return token * tokens + _bytes_of(self._in_flight()) <= self.memory
+
+    def _admit(self, job: Job, ids: torch.Tensor, logits: torch.Tensor) -> None:
+        opened = job.opened
+        assert opened is not None, "which has been read"
         prompt = Waiting(0, ids, job.max_new_tokens, job.sequence_bytes)
         running = begin(self.model, self.tokenizer, prompt, job.drawing)
-        job.begin(opened)
         if why_apart(opened.cache.policy) is None and not opened.cache.recurrent:
             for live in self._batches:
                 if live.group == job.group:
@@ -283,6 +326,14 @@ class LiveAnswers:
                     return
         batch = Batch(opened.cache, logits, [running])
         self._batches.append(_Live(self.model, self.held, job.group, [job], batch))
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A request whose prompt is being read; its steps are the pieces, None before the first."""
+
+    job: Job
+    steps: Generator[None, None, Fed] | None = None
 
 
 def _with(job: Job, running: list[list[Job]]) -> list[list[Job]]:

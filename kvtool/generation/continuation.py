@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,7 +23,13 @@ from kvtool.generation.decoding import (
     decode_loop,
     until_end,
 )
-from kvtool.generation.feeding import check_positions, decode_step, prefill, wait
+from kvtool.generation.feeding import (
+    check_positions,
+    decode_step,
+    prefill_by_piece,
+    run_to_end,
+    wait,
+)
 from kvtool.generation.fidelity import Fidelity, compare_with_full
 from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
 
@@ -87,8 +94,8 @@ def compress(
         UsageError: the prompt is empty; no tokenizer where one is needed.
         BrokenNumbers: the logits are not finite.
     """
-    ids, logits, seconds = feed_prompt(
-        model, cache, prompt_ids, attention_mask, new_tokens, tokenizer
+    ids, logits, seconds = run_to_end(
+        feed_prompt(model, cache, prompt_ids, attention_mask, new_tokens, tokenizer)
     )
     ids, logits = ids.cpu(), logits.cpu()
     cache.remember(ids, logits)
@@ -144,8 +151,8 @@ def generate(
         raise UsageError("the comparison with the full cache needs rows of equal length")
     settings = drawing_settings(model, max_new_tokens, temperature, min_new_tokens)
     check_drawing(model, tokenizer, settings)
-    ids, logits, prefill_s = feed_prompt(
-        model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
+    ids, logits, prefill_s = run_to_end(
+        feed_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer)
     )
     kept: list[Tensor] | None = [] if compare_full else None
     step = _decode_steps(model, max_new_tokens, compiled)
@@ -202,6 +209,9 @@ def _decode_steps(
     return decode_step
 
 
+Fed = tuple[Tensor, Tensor, float]
+
+
 def feed_prompt(
     model: PreTrainedModel,
     cache: KVCache,
@@ -209,12 +219,14 @@ def feed_prompt(
     attention_mask: Tensor | None,
     new_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
-) -> tuple[Tensor, Tensor, float]:
+    piece: int | None = None,
+) -> Generator[None, None, Fed]:
     """Feed a prompt, and before it what the cache knows and has not been fed.
 
     Args:
         prompt_ids, attention_mask, new_tokens, tokenizer: as for `compress`; None for the prompt
             goes on where the cache ends.
+        piece: as for `prefill_by_piece`, whose pauses are those of this one.
 
     Returns:
         All ids so far, the next logits and the seconds it took.
@@ -227,20 +239,19 @@ def feed_prompt(
     if prompt_ids is not None and prompt_ids.shape[1] == 0:
         raise UsageError("the prompt is empty")
     start = time.perf_counter()
+    read = partial(prefill_by_piece, new_tokens=new_tokens, tokenizer=tokenizer, piece=piece)
     if known is None:
         if prompt_ids is None:
             raise UsageError("there is nothing to continue: no prompt, and the cache is empty")
         ids = prompt_ids.to(model.device)
-        logits = prefill(
-            model, cache, ids, attention_mask, new_tokens=new_tokens, tokenizer=tokenizer
-        )
+        logits = yield from read(model, cache, ids, attention_mask)
     else:
         known = known.to(model.device)
         unfed = known[:, max(cache.tokens_seen()) :]
         if prompt_ids is not None:
             new = torch.cat([unfed, prompt_ids.to(model.device)], 1)
             ids = torch.cat([known, prompt_ids.to(model.device)], 1)
-            logits = prefill(model, cache, new, new_tokens=new_tokens, tokenizer=tokenizer)
+            logits = yield from read(model, cache, new)
         else:
             ids = known
             check_positions(model, [known.shape[1]], new_tokens)

@@ -53,8 +53,8 @@ def prefill(
         KvtoolError: padded texts in blocks on a model with recurrent layers.
         BrokenNumbers: the logits are not finite.
     """
-    settings = {"new_tokens": new_tokens, "tokenizer": tokenizer}
-    return run_to_end(prefill_by_piece(model, cache, input_ids, attention_mask, **settings))
+    read = partial(prefill_by_piece, new_tokens=new_tokens, tokenizer=tokenizer)
+    return run_to_end(read(model, cache, input_ids, attention_mask))
 
 
 def run_to_end(steps: Generator[None, None, Value]) -> Value:
