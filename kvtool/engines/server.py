@@ -233,7 +233,7 @@ async def _body(request: Request, most: int) -> bytes:
 async def _answer(served: Served, path: str, request: Request) -> Response:
     route, handler, prefix = _ROUTES[path]
     body = await _body(request, min(_LARGEST_BODY, served.opener.most_bytes))
-    gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the end
+    gone = asyncio.ensure_future(_gone(request))
     reading = asyncio.ensure_future(asyncio.to_thread(_prepare, served, route, body))
     await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
     if not reading.done():
@@ -268,6 +268,12 @@ async def _answer(served: Served, path: str, request: Request) -> Response:
     finally:
         answer.cancel()
         gone.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Wait until a client, whose body is read, has gone."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _prepare(served: Served, route: str, body: bytes) -> tuple[Ask, Offer, Prompt]:
