@@ -18,7 +18,8 @@ from kvtool.report import formats, results
 from kvtool.report.measurements import measured, measurements, note, sizes
 from kvtool.report.plans import heading, layer_table
 from kvtool.report.rows import rows_of
-from kvtool.report.table import Cell, Column, Row, Table
+from kvtool.report.table import Column, Table, row
+from kvtool.report.templates import html_table
 from kvtool.report.variants import labelled
 
 
@@ -40,27 +41,6 @@ def html(document: Any) -> str:
     title, tables, after = _shown(document)
     parts = [f"<p><b>{escape(title)}</b></p>", *map(html_table, tables)]
     return "\n".join([*parts, *([f"<p>{escape(after)}</p>"] if after else [])])
-
-
-def html_table(table: Table) -> str:
-    """Write a table in HTML, without its looks, since a notebook has styles of its own."""
-    caption = f"<caption>{escape(table.caption)}</caption>\n" if table.caption else ""
-    heads = "".join(map(_head, table.columns))
-    rows = "\n".join(
-        f"<tr><th>{escape(row.head)}</th>{''.join(map(_cell, row.cells))}</tr>"
-        for row in table.rows
-    )
-    return f"<table>\n{caption}<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody>\n</table>"
-
-
-def _head(column: Column) -> str:
-    below = f"<br><small>{escape(column.below)}</small>" if column.below else ""
-    return f"<th>{escape(column.title)}{below}</th>"
-
-
-def _cell(cell: Cell) -> str:
-    notes = "".join(f" <small>{escape(each.text)}</small>" for each in cell.written_notes)
-    return f"<td>{escape(cell.text)}{notes}</td>"
 
 
 @singledispatch
@@ -100,9 +80,9 @@ def _of_answers(document: GenerationDocument) -> tuple[str, list[Table], str]:
     answers: Sequence[GenerationDocument | TurnSection] = document.turns or (document,)
     rows = []
     for i, each in enumerate(answers):
+        kept = formats.size(each.cache.kv_bytes)
         counts = (str(each.prompt_tokens), str(each.new_tokens))
-        cells = map(Cell, (each.text, *counts, formats.size(each.cache.kv_bytes)))
-        rows.append(Row(str(i + 1), list(cells)))
+        rows.append(row(str(i + 1), each.text, *counts, kept))
     budget = "" if document.budget is None else f", budget {document.budget}"
     title = f"{document.model}: {document.policy}{budget}"
     return title, [Table(columns, rows)], document.in_words()

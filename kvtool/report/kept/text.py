@@ -16,7 +16,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from rich.style import Style
 from rich.text import Text
@@ -27,8 +26,8 @@ from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import load_tokenizer
-from kvtool.package_data import data_file
 from kvtool.report.colour_scale import colour_at, ink_on
+from kvtool.report.templates import template
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,13 +158,9 @@ def kept_page(texts: Sequence[KeptText], full_answer: str | None = None) -> str:
     Args:
         full_answer: what the full cache answers, where that was asked for.
     """
-    folder = data_file("report/kept/kept.html").parent
-    environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined
-    )
     marks = {text.kept.mark for text in texts}
     title = " and ".join(text.title for text in texts)
-    return environment.get_template("kept.html").render(
+    return template("kept/kept.html").render(
         title=title,
         texts=texts,
         full_answer=full_answer,
