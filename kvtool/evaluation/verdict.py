@@ -22,11 +22,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Choice, Difference, Interval, SampleScores, Standing, Verdict
 from kvtool.errors import UsageError
+from kvtool.evaluation.costs import spent_on
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.run.collect import is_baseline
 from kvtool.policies.spelling import split_outside
@@ -143,11 +144,8 @@ def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estim
     """Apply `of` to the means of each list, and to those of each resample."""
     import torch
 
-    sizes = [len(each) for each in samples]
-    if len(set(sizes)) > 1 or not sizes[0]:
-        raise ValueError(f"{' and '.join(map(str, sizes))} samples cannot be paired")
     (value,) = of(*([mean_of(each)] for each in samples))
-    if sizes[0] < LEAST_PAIRS:
+    if len(samples[0]) < LEAST_PAIRS:
         return Estimate(value, None, None)
     found = of(*_resampled_means(*samples))
     if not all(map(math.isfinite, found)):
@@ -226,7 +224,7 @@ def make_verdict(
         )
         for variant in others
     ]
-    choices = [_choice(by, standings, results) for by in _COSTS]
+    choices = [_choice(by, standings, results) for by in get_args(By)]
     return Verdict(within=within, why=None, tasks=tasks, variants=standings, choices=choices)
 
 
@@ -302,65 +300,39 @@ def _choice(by: By, standings: Sequence[Standing], results: Sequence[TaskResult]
     """Choose the cheapest variant within bounds, if it is cheaper than the full cache."""
     of_variant: dict[str, dict[str, TaskResult]] = {}
     for result in results:
-        if result.cost is not None:
+        if result.n and result.cost is not None:
             of_variant.setdefault(result.variant, {})[result.task] = result
     full = next((of_variant[variant] for variant in of_variant if is_baseline(variant)), {})
     cheaper: dict[str, dict[str, float]] = {name: {} for name in _ORDER}
     for standing in standings:
         measured = of_variant.get(standing.variant, {})
         shared = [task for task in full if task in measured]
-        cost, limit = (_COSTS[by]([of[task] for task in shared]) for of in (measured, full))
+        cost, limit = (_cost(by, [of[task] for task in shared]) for of in (measured, full))
         if cost is not None and limit is not None and cost < limit:
             cheaper[standing.standing][standing.variant] = cost
     within, undecided = cheaper["within"], cheaper["undecided"]
     variant = min(within, key=within.__getitem__, default=None)
-    lowest = None if variant is None else within[variant]
+    lowest = math.inf if variant is None else within[variant]
     return Choice(
         by=by,
         variant=variant,
-        cost=lowest,
-        full=_COSTS[by](list(full.values())),
-        undecided=[
-            name
-            for name in sorted(undecided, key=undecided.__getitem__)
-            if lowest is None or undecided[name] < lowest
-        ],
+        cost=None if variant is None else lowest,
+        full=_cost(by, list(full.values())),
+        undecided=sorted(
+            (name for name, cost in undecided.items() if cost < lowest), key=undecided.__getitem__
+        ),
         speed=_speed(of_variant[variant]) if by == "time" and variant is not None else None,
     )
 
 
-def _mean(results: Sequence[TaskResult], of: Callable[[TaskResult], float]) -> float | None:
-    """Return the mean over all samples of all tasks."""
-    count = sum(result.n for result in results)
-    return sum(result.n * of(result) for result in results) / count if count else None
-
-
-def _held(results: Sequence[TaskResult]) -> float | None:
-    return _mean(results, lambda result: result.cost.held_bytes if result.cost else 0.0)
-
-
-def _read(results: Sequence[TaskResult]) -> float | None:
-    """Return the bytes that a decoded token reads; None where nothing was decoded on a task."""
-    if any(result.n and result.cost and not result.cost.traffic_bytes for result in results):
-        return None
-    return _mean(results, lambda result: result.cost.traffic_bytes if result.cost else 0.0)
-
-
-def _seconds(results: Sequence[TaskResult]) -> float | None:
-    """Return the seconds of a decoded token: all seconds over all tokens."""
-    seconds = tokens = 0.0
-    for result in results:
-        if result.cost is not None and result.cost.decode_tokens_per_s:
-            seconds += result.n * result.cost.decode_s
-            tokens += result.n * result.cost.decode_s * result.cost.decode_tokens_per_s
-    return seconds / tokens if tokens else None
-
-
-_COSTS: dict[By, Callable[[Sequence[TaskResult]], float | None]] = {
-    "bytes": _held,
-    "traffic": _read,
-    "time": _seconds,
-}
+def _cost(by: By, results: Sequence[TaskResult]) -> float | None:
+    """Return what a variant holds or reads, in bytes, or the seconds of a decoded token."""
+    spent = spent_on(results)
+    if spent is None or by == "bytes":
+        return None if spent is None else spent.held_bytes
+    if by == "traffic":
+        return spent.traffic_bytes
+    return 1 / spent.decode_rate if spent.decode_rate else None
 
 
 def _speed(results: dict[str, TaskResult]) -> Interval | None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, VariantEntry
+from kvtool.evaluation.costs import Spent, relative, spent_by_variant
 from kvtool.report import formats
-from kvtool.report.costs import Spent, relative, spent_by_variant
 from kvtool.report.panels import looks, new_figure
 from kvtool.report.variants import families, full_variant
 
@@ -71,16 +71,16 @@ def _bars(document: ResultsDocument, spent: dict[str, Spent]) -> list[_Bar]:
 def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
     for bar in bars:
         cost = spent[bar.variant.name]
-        panel.barh(bar.place, cost.kv_share, color=bar.colour, height=0.8)
-        held = cost.kv_share + cost.state_share
-        _outlined(panel, bar, cost.kv_share, cost.state_share, "//////")
-        host = ""
-        if cost.host_share:
-            _outlined(panel, bar, held, cost.host_share, "....")
-            host = f" + {formats.share(cost.host_share)}"
-        _tell(panel, bar, held + cost.host_share, formats.share(held) + host)
+        kv, state, host = map(cost.share, (cost.kv_bytes, cost.state_bytes, cost.host_bytes))
+        panel.barh(bar.place, kv, color=bar.colour, height=0.8)
+        _outlined(panel, bar, kv, state, "//////")
+        told = formats.share(kv + state)
+        if host:
+            _outlined(panel, bar, kv + state, host, "....")
+            told += f" + {formats.share(host)}"
+        _tell(panel, bar, kv + state + host, told)
     panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    dotted = ", host memory (dotted)" if any(cost.host_share for cost in spent.values()) else ""
+    dotted = ", host memory (dotted)" if any(cost.host_bytes for cost in spent.values()) else ""
     panel.set_title(f"K/V bytes, policy state (hatched){dotted},\nas a share of a full cache")
     _finish(panel)
 

@@ -9,9 +9,9 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
+from kvtool.evaluation.costs import spent_by_variant
 from kvtool.report import formats
 from kvtool.report.colour_scale import CIVIDIS, INK, ink_on
-from kvtool.report.costs import spent_by_variant
 from kvtool.report.metrics import title as title_of
 from kvtool.report.panels import new_figure, whole_ticks
 from kvtool.report.variants import FULL, Family, families, results_of, task_names, wrap

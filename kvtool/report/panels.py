@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
+from kvtool.report import formats
 from kvtool.report.variants import FULL, families, wrap
 
 if TYPE_CHECKING:
@@ -373,6 +374,13 @@ def whole_ticks(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+
+
+def log_tokens(panel: Axes) -> None:
+    """Take a log scale across, with numbers of tokens."""
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: formats.tokens(value))
+    panel.minorticks_off()
 
 
 def log_y(panel: Axes) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
+from kvtool.evaluation.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report import formats
-from kvtool.report.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle, needle_grids, scale
 from kvtool.report.table import Cell, Column, Note, Row, Table, row
@@ -274,7 +274,7 @@ def _cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> l
     decoded = formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate)
     evicted = formats.MISSING if cost.evicted is None else f"{cost.evicted:.0%}"
     return [
-        _cell(formats.size(cost.kv_bytes), Note(formats.share(cost.kv_share))),
+        _cell(formats.size(cost.kv_bytes), Note(formats.share(cost.share(cost.kv_bytes)))),
         _cell(formats.size(cost.held_bytes), Note(_times(cost.times_smaller(baseline)))),
         Cell(formats.size(cost.state_bytes)),
         Cell(formats.plain(cost.prefill_s)),

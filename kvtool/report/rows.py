@@ -9,7 +9,7 @@ from kvtool.documents.generation import GenerationDocument, TurnSection
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import MemoryTable, ProfileDocument
 from kvtool.documents.results import ResultsDocument
-from kvtool.report.costs import is_tested
+from kvtool.evaluation.costs import is_tested
 from kvtool.report.measurements import measured
 from kvtool.report.plans import stored_tokens
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
+from kvtool.evaluation.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
-from kvtool.report.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table, row
 from kvtool.report.variants import full_variant, labelled, results_of, task_names, variants_in_order

@@ -54,12 +54,12 @@ def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        ("{variant: roco, than: random}", "claim.pairs.0.variant: `roco` is not compared"),
+        ("{variant: roco, than: random}", "claim.pairs.0.variant: `roco` is none of full, h2o"),
         (
             "{variant: h2o, than: random, budgets: 32}",
             "claim.pairs.0.budgets: `32` is none of 48, 64",
         ),
-        ("{variant: h2o, than: h2o}", "claim.pairs.0: `h2o` is held against itself"),
+        ("{variant: h2o, than: h2o}", "claim.pairs.0: `h2o` is compared with itself"),
         ("{variant: h2o}", "than"),
         ("{variant: h2o, than: randm}", "randm"),
     ],

@@ -166,8 +166,8 @@ def test_a_run_without_either_policy_says_nothing():
 
 def test_claims_about_what_is_not_compared_are_refused():
     for pair, said in [
-        ({"variant": "roco", "than": "h2o"}, "claim.pairs.0.variant: `roco` is not compared"),
-        ({"variant": "h2o", "than": "roco"}, "claim.pairs.0.than: `roco` is not compared"),
+        ({"variant": "roco", "than": "h2o"}, "claim.pairs.0.variant: `roco` is none of h2o"),
+        ({"variant": "h2o", "than": "roco"}, "claim.pairs.0.than: `roco` is none of h2o"),
         ({"variant": "h2o", "than": "tova", "budgets": [96]}, "`96` is none of 64, 128"),
     ]:
         with pytest.raises(UsageError, match=said):

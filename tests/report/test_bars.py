@@ -4,7 +4,7 @@ pytest.importorskip("matplotlib")
 
 
 from kvtool.report.cost_pictures import cost_figure
-from kvtool.report.costs import spent_by_variant
+from kvtool.evaluation.costs import spent_by_variant
 from kvtool.report.formats import share
 from kvtool.report.panels import drawing
 from tests.report.examples import HOST_BYTES, document, with_host_memory

@@ -10,7 +10,7 @@ import pytest
 from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Difference
 from kvtool.evaluation.pairs import corrected
-from kvtool.report.costs import UNTESTED, is_tested
+from kvtool.evaluation.costs import UNTESTED, is_tested
 from kvtool.report.results import summary_with_costs
 from kvtool.report.results_text import latex, markdown
 from kvtool.report.table import Cell, Column, Note, Row, Table
