@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtool.documents.results import ResultsDocument, VariantEntry
 from kvtool.evaluation.costs import Spent, relative, spent_by_variant
 from kvtool.report import formats
-from kvtool.report.panels import looks, new_figure
+from kvtool.report.panels import colour_bar, heat_map, looks, new_figure, whole_ticks
 from kvtool.report.variants import families, full_variant
 
 if TYPE_CHECKING:
@@ -126,3 +126,49 @@ def _finish(panel: Axes) -> None:
     panel.set_xlim(left=0)
     panel.tick_params(axis="y", length=0)
     panel.grid(axis="x")
+
+
+_LAYER_CELL = (0.34, 0.2)  # inches
+_MOST_LAYERS = 20  # the most layers whose numbers are still legible
+_LABEL_ROWS = 4  # from which on the label of the colours fits upright beside them
+
+
+def kept_by_layer(document: ResultsDocument) -> dict[str, tuple[float, ...]]:
+    """Return the mean tokens of each layer by variant, of those that recorded them.
+
+    Names say of variants whose budget is read that the tokens are those stored.
+    """
+    spent = spent_by_variant(document)
+    return {
+        f"{variant.name} (stored)" if variant.reads else variant.name: spent[variant.name].kept
+        for family in families(document)
+        for variant in family.variants
+        if variant.name in spent and spent[variant.name].kept
+    }
+
+
+def layers_figure(document: ResultsDocument) -> Figure:
+    """Return a row of numbers for each variant: what its layers kept, the mean of all samples."""
+    kept = kept_by_layer(document)
+    names, count = list(kept), len(next(iter(kept.values())))
+    left = _LETTER * max(map(len, names))
+    width = max(2.0, _LAYER_CELL[0] * min(count, _MOST_LAYERS))
+    few = len(names) < _LABEL_ROWS
+    figure = new_figure(left + width + (1.7 if few else 1.2), _LAYER_CELL[1] * len(names) + 0.9)
+    panel = figure.subplots()
+    most = max(max(row) for row in kept.values()) or 1.0
+    says = (lambda tokens: f"{tokens:.0f}") if count <= _MOST_LAYERS else None
+    image = heat_map(panel, list(kept.values()), most=most, says=says)
+    panel.set_yticks(range(len(names)), names)
+    if says is not None:
+        panel.set_xticks(range(count))
+    else:
+        whole_ticks(panel.xaxis)
+    none = any(0 in row for row in kept.values())
+    panel.set_xlabel("layer (0 tokens: without attention)" if none else "layer")
+    bar = colour_bar(image, panel, shrink=min(1.0, 14 / len(names)))
+    if few:
+        bar.set_label("tokens per\nKV head", rotation=0, ha="left", va="center")
+    else:
+        bar.set_label("tokens per KV head")
+    return figure

@@ -17,7 +17,9 @@ from kvtool.report import formats
 from kvtool.report.colour_scale import CIVIDIS
 from kvtool.report.panels import (
     add_legend,
+    colour_bar,
     drawing,
+    heat_map,
     log_tokens,
     log_y,
     new_panels,
@@ -141,9 +143,7 @@ def measurements(
     rows = []
     for name, values in lines:
         known = [value for value in values if value is not None]
-        said = (
-            formats.plain(_NUMBERS[each](known)) if known else formats.MISSING for each in numbers
-        )
+        said = [formats.plain(_NUMBERS[each](known)) if known else "–" for each in numbers]
         rows.append(row(name, sparkline(values), *said))
     return Table([*columns, *map(Column, numbers)], rows)
 
@@ -237,14 +237,14 @@ def _bars(panel: Axes, values: Sequence[float | None], title: str, label: str) -
 
 
 def _heat_map(panel: Axes, values: Any, title: str) -> None:
-    image = panel.imshow(values.T, cmap=CIVIDIS, aspect="auto", origin="lower")
+    image = heat_map(panel, values.T)
+    panel.invert_yaxis()
     panel.set_title(title)
     panel.set_xlabel("layer")
     panel.set_ylabel("query head")
     whole_ticks(panel.xaxis)
     whole_ticks(panel.yaxis)
-    panel.spines[:].set_visible(False)
-    panel.figure.colorbar(image, ax=panel, aspect=18).outline.set_visible(False)
+    colour_bar(image, panel)
 
 
 def _lines(

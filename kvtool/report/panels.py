@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
 from kvtool.report import formats
+from kvtool.report.colour_scale import CIVIDIS, INK, ink_on
 from kvtool.report.variants import FULL, families, wrap
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
     from kvtool.documents.results import ResultsDocument, TaskResult
 
@@ -374,6 +377,42 @@ def whole_ticks(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+
+
+def heat_map(
+    panel: Axes,
+    values: Any,
+    *,
+    most: float | None = None,
+    says: Callable[[float | None], str] | None = None,
+) -> AxesImage:
+    """Draw numbers as colours, the first row on top, None as a gap.
+
+    Args:
+        most: the number at the light end, where the dark one is 0; None: those of the values.
+        says: what is written upon a number, unless there are too many.
+    """
+    import numpy as np
+    from matplotlib import colormaps
+
+    numbers = np.array(values, dtype=float)
+    colours = colormaps[CIVIDIS].with_extremes(bad="#e6e6e6")
+    low = None if most is None else 0.0
+    image = panel.imshow(numbers, cmap=colours, vmin=low, vmax=most, aspect="auto")
+    for (y, x), number in np.ndenumerate(numbers) if says is not None else ():
+        value = None if math.isnan(number) else float(number)
+        ink = INK["black" if value is None else ink_on(value / (most or 1.0))]
+        panel.text(x, y, says(value), ha="center", va="center", fontsize=6, color=ink)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    return image
+
+
+def colour_bar(image: AxesImage, panels: Axes | list[Axes], **about: Any) -> Colorbar:
+    """Set the scale of a heat map beside it."""
+    bar = image.figure.colorbar(image, ax=panels, aspect=18, **about)
+    bar.outline.set_visible(False)
+    return bar
 
 
 def log_tokens(panel: Axes) -> None:

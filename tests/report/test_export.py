@@ -9,8 +9,8 @@ import pytest
 
 from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Difference
-from kvtool.evaluation.pairs import corrected
 from kvtool.evaluation.costs import UNTESTED, is_tested
+from kvtool.evaluation.pairs import corrected
 from kvtool.report.results import summary_with_costs
 from kvtool.report.results_text import latex, markdown
 from kvtool.report.table import Cell, Column, Note, Row, Table
