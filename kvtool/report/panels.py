@@ -67,10 +67,9 @@ def dodge(places: Sequence[float], *, near: float, step: float) -> list[float]:
     """
     moved = list(places)
     for group in neighbours(places, near=near):
-        middle = (places[group[0]] * places[group[-1]]) ** 0.5 if len(group) > 1 else 0.0
-        for rank, i in enumerate(group):
-            if len(group) > 1:
-                moved[i] = middle * step ** (rank - (len(group) - 1) / 2)
+        for rank, i in enumerate(group if len(group) > 1 else []):
+            middle = (places[group[0]] * places[group[-1]]) ** 0.5
+            moved[i] = middle * step ** (rank - (len(group) - 1) / 2)
     return moved
 
 
@@ -92,24 +91,18 @@ def covered(
     ]
     values = [y for line in drawn for y in line.values()]
     near = _NEAR * (max(values) - min(values)) if values else 0.0
-
-    def lies_on(other: Mapping[float, float], line: Mapping[float, float], x: float) -> bool:
-        return x in other and abs(other[x] - line[x]) <= near
-
-    found = []
+    found: list[dict[tuple[float, float], int]] = []
     for i, line in enumerate(drawn):
-        later = [j for j in range(i + 1, len(drawn)) if drawn_in[j] != drawn_in[i]]
-        counts = {
-            (x, after): len(
-                {
-                    drawn_in[j]
-                    for j in later
-                    if lies_on(drawn[j], line, x) and lies_on(drawn[j], line, after)
-                }
-            )
-            for x, after in pairwise(line)
-        }
-        found.append({piece: count for piece, count in counts.items() if count})
+        found.append({})
+        for piece in pairwise(line):
+            over = {
+                drawn_in[j]
+                for j in range(i + 1, len(drawn))
+                if drawn_in[j] != drawn_in[i]
+                and all(x in drawn[j] and abs(drawn[j][x] - line[x]) <= near for x in piece)
+            }
+            if over:
+                found[i][piece] = len(over)
     return found
 
 
@@ -198,15 +191,11 @@ def looks(document: ResultsDocument) -> dict[str, Look]:
         if family.is_full:
             found[family.label] = Look("black", "", ":")
             continue
-        rank, shape = 0, codecs.index(family.codec)
-        colour = "black"
-        if family.base != FULL:
-            rank = bases.index(family.base)
-            colour = _COLOURS[rank % len(_COLOURS)]
-        if len(codecs) == 1:
-            shape = rank
-        else:  # other markers for bases whose colours come again
-            shape += rank // len(_COLOURS) * len(codecs)
+        rank = 0 if family.base == FULL else bases.index(family.base)
+        colour = "black" if family.base == FULL else _COLOURS[rank % len(_COLOURS)]
+        shape = rank
+        if len(codecs) > 1:  # other markers for bases whose colours come again
+            shape = codecs.index(family.codec) + rank // len(_COLOURS) * len(codecs)
         dashes = "--" if family.reads else "-"
         found[family.label] = Look(colour, _MARKERS[shape % len(_MARKERS)], dashes)
     return found
