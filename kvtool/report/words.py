@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument, TaskResult
-from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
-from kvtool.evaluation.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
+from kvtool.documents.verdict import Choice, Difference, Verdict
+from kvtool.evaluation.costs import LEAST_EVICTED, UNTESTED, is_tested, spent_by_variant
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
@@ -26,13 +26,12 @@ _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "ti
 def verdict_lines(document: ResultsDocument) -> list[str]:
     """Return the verdict line by line; empty where there is none to speak of."""
     document = labelled(document)
-    verdict = document.verdict
-    if verdict is None:
+    if document.verdict is None:
         return []
-    if verdict.why is not None:
-        return [f"no verdict: {verdict.why}"]
-    lines = [f"verdict: the cheapest {rule(document)}"]
-    return lines + [f"  by {title}: {said}" for title, said in choices_in_words(document)]
+    if document.verdict.why is not None:
+        return [f"no verdict: {document.verdict.why}"]
+    choices = [f"  by {title}: {said}" for title, said in choices_in_words(document)]
+    return [f"verdict: the cheapest {rule(document)}", *choices]
 
 
 def rule(document: ResultsDocument) -> str:
@@ -49,14 +48,15 @@ def rule(document: ResultsDocument) -> str:
 
 def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
     """Return each cost and what the verdict chooses by it; empty without a verdict."""
-    verdict, found = document.verdict, []
-    for choice in [] if verdict is None else verdict.choices:
-        assert verdict is not None, "there are choices"
-        parts = [
-            _variant(verdict, choice),
-            _price(choice),
-            _sureness(verdict.of(choice.variant or "")),
-        ]
+    if (verdict := document.verdict) is None:
+        return []
+    found = []
+    for choice in verdict.choices:
+        parts = [_chosen(verdict, choice), _price(choice)]
+        standing = verdict.of(choice.variant or "")
+        if standing is not None and standing.difference is not None:
+            score = (standing.difference, standing.low, standing.high)
+            parts.append(score_in_words(standing.task, standing.n, *score))
         if choice.variant is not None and choice.undecided:
             parts.append(f"cheaper, undecided at this n: {_names(choice.undecided)}")
         found.append((_TITLES[choice.by], "; ".join(part for part in parts if part)))
@@ -74,9 +74,7 @@ def standings_table(document: ResultsDocument) -> Table | None:
             continue
         difference = "–" if found.difference is None else f"{found.difference:+.1f} %"
         against = Cell(difference, () if found.why is None else (Note(found.why),))
-        interval = (
-            formats.MISSING if found.low is None else f"{found.low:+.1f} to {found.high:+.1f}"
-        )
+        interval = "–" if found.low is None else f"{found.low:+.1f} to {found.high:+.1f}"
         said = (found.standing, found.task, against, interval, str(found.n))
         rows.append(row(variant.name, *said))
     bound = f"within {verdict.within:g} %"
@@ -84,7 +82,7 @@ def standings_table(document: ResultsDocument) -> Table | None:
     return Table(list(map(Column, titles)), rows)
 
 
-def _variant(verdict: Verdict, choice: Choice) -> str:
+def _chosen(verdict: Verdict, choice: Choice) -> str:
     """Name the choice, or say why there is none."""
     if choice.variant is not None:
         return choice.variant
@@ -114,14 +112,6 @@ def _price(choice: Choice) -> str:
     return f"{told} ({formats.times(speed.low)} to {formats.times(speed.high)}{noise})"
 
 
-def _sureness(standing: Standing | None) -> str:
-    """Say how sure it is that the choice is within bounds."""
-    if standing is None or standing.difference is None:
-        return ""
-    found = (standing.difference, standing.low, standing.high)
-    return score_in_words(standing.task, standing.n, *found)
-
-
 def score_in_words(
     task: str, n: int, difference: float, low: float | None, high: float | None
 ) -> str:
@@ -131,9 +121,8 @@ def score_in_words(
     'niah -1.3 % (-3.0 to +0.5, n=33)'
     """
     if low == high == 0:
-        return (
-            f"{task}: none of {n} samples differs (up to {formats.share(unseen(n))} could, unseen)"
-        )
+        could = formats.share(unseen(n))
+        return f"{task}: none of {n} samples differs (up to {could} could, unseen)"
     interval = "no interval" if low is None else f"{low:+.1f} to {high:+.1f}"
     return f"{task} {difference:+.1f} % ({interval}, n={n})"
 
@@ -292,16 +281,24 @@ def notes(document: ResultsDocument) -> list[str]:
         f"samples: {_samples(tasks)}",
         *_queries(tasks),
         *_chunks(tasks),
-        *_one_token(document),
-        *_untested(document),
     ]
-    failed = sum(result.failed for result in document.results)
-    if failed:
+    known = {each.task: each.one_token for each in document.results if each.query_aware}
+    lines += filter(None, (one_token_note(task, share) for task, share in known.items()))
+    variants = {each.name: each for each in document.variants}
+    if not all(is_tested(each, variants[each.variant]) for each in document.results):
+        lines.append(
+            f"{UNTESTED} not a test of compression: the policy evicted a token in fewer than"
+            f" {LEAST_EVICTED:.0%} of the samples"
+        )
+    if failed := sum(result.failed for result in document.results):
         lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
     if not document.complete:
         lines.append("the run is not complete: samples are missing")
     spent = spent_by_variant(document)
-    lines += _on_host(spent)
+    hosts = [(name, each.host_bytes) for name, each in spent.items() if each.host_bytes]
+    if hosts:
+        said = ", ".join(f"{name} {formats.size(size)}" for name, size in hosts)
+        lines.append(f"evicted tokens in host memory, beside what is held: {said}")
     if spent:
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; held:"
@@ -312,40 +309,14 @@ def notes(document: ResultsDocument) -> list[str]:
     return lines
 
 
-def _on_host(spent: dict[str, Spent]) -> list[str]:
-    """Say what lies in host memory, where anything does."""
-    parts = [(name, each.host_bytes) for name, each in spent.items() if each.host_bytes]
-    said = ", ".join(f"{name} {formats.size(size)}" for name, size in parts)
-    return [f"evicted tokens in host memory, beside what is held: {said}"] if parts else []
-
-
-def _untested(document: ResultsDocument) -> list[str]:
-    """Explain the mark of scores whose samples lost nothing, where there are any."""
-    variants = {each.name: each for each in document.variants}
-    results = [each for each in document.results if each.variant in variants]
-    if all(is_tested(each, variants[each.variant]) for each in results):
-        return []
-    return [
-        f"{UNTESTED} not a test of compression: the policy evicted a token in fewer than"
-        f" {LEAST_EVICTED:.0%} of the samples"
-    ]
-
-
-def _one_token(document: ResultsDocument) -> list[str]:
-    """Say of which tasks the prompt's own run gives most answers."""
-    shares = {each.task: each.one_token for each in document.results if each.query_aware}
-    notes = (one_token_note(task, share) for task, share in shares.items())
-    return [note for note in notes if note is not None]
-
-
 _ByTask = Mapping[str, Sequence[TaskResult]]
 
 
 def _samples(tasks: _ByTask) -> str:
     said = {}
     for task, results in tasks.items():
-        low, *_, high = sorted([results[0].n, *(result.n for result in results)])
-        said[task] = str(low) if low == high else f"{low}-{high}"
+        counts = sorted({result.n for result in results})
+        said[task] = "-".join(map(str, (counts[:1] + counts[1:][-1:])))
     if len(set(said.values())) == 1:
         return next(iter(said.values()))
     return ", ".join(f"{task} {count}" for task, count in said.items())
