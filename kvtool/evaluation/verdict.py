@@ -352,24 +352,16 @@ def differences(
 
     No two variants are compared twice: a base that is second to its own variant has that row only.
     """
-    found = {(result.variant, result.task): result for result in results}
-    named = {variant.name: variant for variant in variants}
     compared = []
     for task in dict.fromkeys(result.task for result in results):
-        of_task = {
-            variant.name: found[variant.name, task]
-            for variant in variants
-            if (variant.name, task) in found
-        }
-        partners = {name: _partner(variant, variants, of_task) for name, variant in named.items()}
+        of_task = {result.variant: result for result in results if result.task == task}
+        partners = {each.name: _partner(each, variants, of_task) for each in variants}
         for variant, partner in partners.items():
             if partner is None or variant not in of_task:
                 continue
             other, because = partner
-            back = partners.get(other)
-            if because == "best" and back is not None and back == (variant, "base"):
-                continue
-            compared.append(between(of_task[variant], of_task[other], because))
+            if because == "base" or partners.get(other) != (variant, "base"):
+                compared.append(between(of_task[variant], of_task[other], because))
     return [each for each in compared if each is not None]
 
 
@@ -426,18 +418,19 @@ def _partner(
     """Name a variant's partner; None for one without a budget and for the best one."""
     if variant.budget is None:
         return None
+    same = (variant.budget, variant.prefill, variant.planned)
     beside = [
         each
         for each in variants
-        if (each.budget, each.prefill, each.planned)
-        == (variant.budget, variant.prefill, variant.planned)
-        and each.name in of_task
+        if (each.budget, each.prefill, each.planned) == same and each.name in of_task
     ]
     bases = [each for each in beside if _is_base(each.policy, variant.policy)]
     if bases:
         return max(bases, key=lambda each: len(split_outside(each.policy, "+"))).name, "base"
-    scored = [each.name for each in beside if of_task[each.name].value is not None]
-    best = max(scored, key=lambda name: _goodness(of_task[name]), default=variant.name)
+    scored = {each.name: of_task[each.name].value for each in beside}
+    known = {name: value for name, value in scored.items() if value is not None}
+    choose = min if any(result.lower_is_better for result in of_task.values()) else max
+    best = choose(known, key=known.__getitem__, default=variant.name)
     return None if best == variant.name else (best, "best")
 
 
@@ -449,8 +442,3 @@ def _is_base(base: str, policy: str) -> bool:
     """
     fewer, more = split_outside(base, "+"), split_outside(policy, "+")
     return fewer[0] == more[0] and set(fewer) < set(more)
-
-
-def _goodness(result: TaskResult) -> float:
-    assert result.value is not None, "asked of results with a score only"
-    return -result.value if result.lower_is_better else result.value

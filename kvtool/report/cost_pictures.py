@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,11 +44,26 @@ def cost_figure(document: ResultsDocument) -> Figure:
     width = 0.3 + _LETTER * max(len(name) for name in names) + 2.6 * (1 + len(speeds))
     figure = new_figure(width, _BAR * (bars[-1].place + 1) + 1.0)
     first, *others = figure.subplots(1, 1 + len(speeds), sharey=True, squeeze=False)[0]
-    _bytes(first, bars, spent)
+    for bar in bars:
+        cost = spent[bar.variant.name]
+        kv, state, host = map(cost.share, (cost.kv_bytes, cost.state_bytes, cost.host_bytes))
+        beside = f" + {formats.share(host)}" if host else ""
+        sizes = (kv, state, host) if host else (kv, state)
+        _draw(first, bar, sizes, formats.share(kv + state) + beside)
+    first.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    dotted = ", host memory (dotted)" if any(cost.host_bytes for cost in spent.values()) else ""
+    first.set_title(f"K/V bytes, policy state (hatched){dotted},\nas a share of a full cache")
     for panel, (name, rate) in zip(others, speeds.items(), strict=True):
-        relative_of = {variant: relative(rate, cost, baseline) for variant, cost in spent.items()}
-        _speed(panel, bars, relative_of)
+        for bar in bars:
+            if (value := relative(rate, spent[bar.variant.name], baseline)) is not None:
+                _draw(panel, bar, (value,), formats.times(value))
         panel.set_title(f"{name} tokens/s, × full")
+    for panel in (first, *others):
+        panel.axvline(1.0, color="black", linestyle="--", linewidth=1.0)
+        panel.margins(x=0.2)
+        panel.set_xlim(left=0)
+        panel.tick_params(axis="y", length=0)
+        panel.grid(axis="x")
     first.set_yticks([bar.place for bar in bars], names)
     first.set_ylim(bars[-1].place + 0.7, -0.7)
     return figure
@@ -68,64 +83,23 @@ def _bars(document: ResultsDocument, spent: dict[str, Spent]) -> list[_Bar]:
     return found
 
 
-def _bytes(panel: Axes, bars: list[_Bar], spent: dict[str, Spent]) -> None:
-    for bar in bars:
-        cost = spent[bar.variant.name]
-        kv, state, host = map(cost.share, (cost.kv_bytes, cost.state_bytes, cost.host_bytes))
-        panel.barh(bar.place, kv, color=bar.colour, height=0.8)
-        _outlined(panel, bar, kv, state, "//////")
-        told = formats.share(kv + state)
-        if host:
-            _outlined(panel, bar, kv + state, host, "....")
-            told += f" + {formats.share(host)}"
-        _tell(panel, bar, kv + state + host, told)
-    panel.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    dotted = ", host memory (dotted)" if any(cost.host_bytes for cost in spent.values()) else ""
-    panel.set_title(f"K/V bytes, policy state (hatched){dotted},\nas a share of a full cache")
-    _finish(panel)
-
-
-def _outlined(panel: Axes, bar: _Bar, left: float, width: float, hatch: str) -> None:
-    """Add what is no key or value to a bar, where there is any."""
-    panel.barh(
-        bar.place,
-        width,
-        left=left,
-        height=0.8,
-        facecolor="white",
-        edgecolor=bar.colour,
-        hatch=hatch,
-        linewidth=0.0 if width == 0 else 0.8,
-    )
-
-
-def _speed(panel: Axes, bars: list[_Bar], relative_of: Mapping[str, float | None]) -> None:
-    for bar in bars:
-        value = relative_of[bar.variant.name]
-        if value is not None:
-            panel.barh(bar.place, value, color=bar.colour, height=0.8)
-            _tell(panel, bar, value, formats.times(value))
-    _finish(panel)
-
-
-def _tell(panel: Axes, bar: _Bar, value: float, text: str) -> None:
+def _draw(panel: Axes, bar: _Bar, sizes: Sequence[float], told: str) -> None:
+    """Draw the parts of a bar behind each other, the first one filled, and a word at its end."""
+    left = 0.0
+    for size, hatch in zip(sizes, ("", "//////", "...."), strict=False):
+        outlined = {"facecolor": "white", "edgecolor": bar.colour, "hatch": hatch}
+        look = outlined | {"linewidth": 0.8 if size else 0.0} if hatch else {"color": bar.colour}
+        panel.barh(bar.place, size, left=left, height=0.8, **look)
+        left += size
     panel.annotate(
-        text,
-        (value, bar.place),
+        told,
+        (left, bar.place),
         xytext=(3, 0),
         textcoords="offset points",
         va="center",
         fontsize=7.5,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
     )
-
-
-def _finish(panel: Axes) -> None:
-    panel.axvline(1.0, color="black", linestyle="--", linewidth=1.0)
-    panel.margins(x=0.2)
-    panel.set_xlim(left=0)
-    panel.tick_params(axis="y", length=0)
-    panel.grid(axis="x")
 
 
 _LAYER_CELL = (0.34, 0.2)  # inches
