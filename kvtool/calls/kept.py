@@ -11,7 +11,7 @@ from kvtool.models.load import Loaded
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.report.kept.text import KeptText
 
 

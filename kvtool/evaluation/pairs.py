@@ -16,8 +16,7 @@ from kvtool.documents.verdict import Difference
 from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.evaluation.verdict import between
 from kvtool.planning.variants import Variant
-from kvtool.policies.grammar import parse_policy
-from kvtool.policies.label import label_of
+from kvtool.policies.grammar import label_of, parse_policy
 from kvtool.policies.spelling import part_name, spell_settings, split_outside
 
 Pair = tuple[VariantEntry, VariantEntry]

@@ -405,7 +405,10 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-p", ""], "--policy is empty"),
         (["-t", "niah", "-p", "h2o", "-b", ""], "--budget is empty"),
         (["-t", "niah", "-o", " "], "--output is empty"),
-        (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` is or looks like a file"),
+        (
+            ["-t", "niah", "-o", "all.json"],
+            "the folder of a run, `all.json` is or looks like a file",
+        ),
         (["-t", "niah", "-p", "h2o", "--no-baseline", "--max-drop", "3"], "from the full cache"),
         (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
         (["-t", "niah", "-f", "board"], "-f board has RULER's scores in its columns"),

@@ -58,7 +58,7 @@ def test_a_saved_cache_is_saved_again_as_it_was(name, tmp_path):
 def labels(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
         said = file.metadata()
-    moving = ("kvtool", "sha256", "weights_sha256")  # the last is what the older files lack
+    moving = ("kvtool", "sha256", "weights_sha256", "weights_hash")  # which older files lack
     return {key: value for key, value in said.items() if key not in moving}
 
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvtool
-from kvtool.cache.kept import KeptLayer, KeptTokens
+from kvtool.cache.whole.report import KeptLayer, KeptTokens
 from kvtool.errors import UsageError
 from kvtool.models.load import load
 from kvtool.report.kept.text import PART, KeptText, in_brackets, kept_page, token_pieces
@@ -252,7 +252,7 @@ def test_rows_of_a_padded_batch_show_their_own_text(loaded):
         shown = "".join(cache.show(tokenizer, row=row).pieces)
         assert shown.removeprefix("<bos>").startswith(text)
         assert "<pad>" not in shown
-    with pytest.raises(UsageError, match="has read 2 x 30 tokens; .* row is 2"):
+    with pytest.raises(UsageError, match=r"has read 2 x 30 tokens; .* row is 2"):
         cache.show(tokenizer, row=2)
 
 

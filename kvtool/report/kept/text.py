@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.style import Style
 from rich.text import Text
 
-from kvtool.cache.kept import KeptTokens, kept_tokens
+from kvtool.cache.whole.report import KeptTokens, kept_tokens
 from kvtool.documents.files import write_text
 from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
@@ -30,8 +30,8 @@ from kvtool.report.templates import template
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.cache.kept import KeptTokens
-    from kvtool.cache.state import CacheState
+    from kvtool.cache.whole.report import KeptTokens
+    from kvtool.cache.whole.state import CacheState
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def kept_text(
     budget = "" if cache.budget is None else f", budget {cache.budget}"
     return KeptText(
         title=f"{cache.policy}{budget}",
-        cost=CacheSection.of(cache.report()).in_words(),
+        cost=CacheSection.taken_from(cache.report()).in_words(),
         pieces=tuple(token_pieces(tokenizer, ids)),
         kept=kept_tokens(cache, row),
         prompt=len(ids) if prompt_tokens is None else min(prompt_tokens, len(ids)),

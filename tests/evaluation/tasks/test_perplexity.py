@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.entry.build import build_cache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
