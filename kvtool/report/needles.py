@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from textwrap import fill
@@ -50,7 +49,13 @@ def needle_tasks(document: ResultsDocument) -> list[str]:
 
 def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
     """Return each variant's grid on one task; all have the same lengths and depths."""
-    by_variant = {result.variant: _scores(result) for result in results_of(document, task)}
+    by_variant = {
+        result.variant: {
+            (int(cell.at["length"]), float(cell.at["depth"])): cell.value for cell in result.cells
+        }
+        for result in results_of(document, task)
+        if is_needle(result)
+    }
     places = {place for scores in by_variant.values() for place in scores}
     lengths = tuple(sorted({length for length, _ in places}))
     depths = tuple(sorted({depth for _, depth in places}))
@@ -61,30 +66,21 @@ def needle_grids(document: ResultsDocument, task: str) -> dict[str, NeedleGrid]:
             tuple(tuple(scores.get((length, depth)) for length in lengths) for depth in depths),
         )
         for variant, scores in by_variant.items()
-        if scores
     }
 
 
 def is_needle(result: TaskResult) -> bool:
     """Return whether cells are places of a needle: a length and a depth, both of them numbers."""
-    return bool(result.cells) and all(_is_place(cell.at) for cell in result.cells)
-
-
-def _is_place(at: Mapping[str, object]) -> bool:
-    numbers = (isinstance(value, (int, float)) for value in at.values())
-    return set(at) == {"length", "depth"} and all(numbers)
+    return bool(result.cells) and all(
+        cell.at.keys() == {"length", "depth"}
+        and all(isinstance(value, (int, float)) for value in cell.at.values())
+        for cell in result.cells
+    )
 
 
 def scale(result: TaskResult) -> float:
     """Return the score at the light end, the same for every variant of a task."""
     return result.best or 1.0
-
-
-def _scores(result: TaskResult) -> dict[tuple[int, float], float | None]:
-    return {
-        (int(cell.at["length"]), float(cell.at["depth"])): cell.value
-        for cell in (result.cells if is_needle(result) else [])
-    }
 
 
 _NUMBERED = 20  # the most rows and columns whose numbers are still legible
@@ -163,11 +159,10 @@ def _label(panel: Axes, grid: NeedleGrid) -> None:
     columns, rows = len(grid.lengths), len(grid.depths)
     across = range(0, columns, -(-columns // 12))
     down = range(0, rows, -(-rows // 6) if rows > 7 else 1)
+    lengths = [formats.tokens(grid.lengths[i]) for i in across]
+    turned = 0 if max(map(len, lengths)) <= 4 else 45
+    panel.set_xticks(list(across), lengths, rotation=turned, fontsize=7)
     depths = [f"{grid.depths[i]:g}" for i in down]
-    turned = 0 if max(len(formats.tokens(length)) for length in grid.lengths) <= 4 else 45
-    panel.set_xticks(
-        list(across), [formats.tokens(grid.lengths[i]) for i in across], rotation=turned, fontsize=7
-    )
     panel.set_yticks(list(down) or [0], depths or ["all"], fontsize=7)
 
 

@@ -24,7 +24,7 @@ from kvtool.errors import UsageError
 from kvtool.report.needles import needle_tasks
 from kvtool.report.results import gates, needles, summary_with_costs
 from kvtool.report.rows import rows_of
-from kvtool.report.table import Cell, Column, Table
+from kvtool.report.table import Cell, Table
 from kvtool.report.terminal import FittingTables, rich_table
 from kvtool.report.variants import labelled
 from kvtool.report.words import (
@@ -116,48 +116,38 @@ def exported(document: ResultsDocument, form: str) -> str:
 
 def markdown(table: Table) -> str:
     """Write a table in the pipes of Markdown."""
-    rows = [[_escaped_pipe(text) for text in row] for row in _texts(table)]
+    head, *rows = _texts(table, {"\\": "\\\\", "|": r"\|"})
     marks = ["---" if column.words else "---:" for column in table.columns]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], marks, *rows[1:]))
+    return "\n".join(f"| {' | '.join(texts)} |" for texts in (head, marks, *rows))
 
 
 def latex(table: Table) -> str:
     """Write a table as a `tabular` with the rules of booktabs; groups of rows are spaced."""
-    head, *rows = [[_escaped(text) for text in row] for row in _texts(table)]
+    head, *rows = (" & ".join(texts) + r" \\" for texts in _texts(table, _SPECIAL))
     kinds = "".join("l" if column.words else "r" for column in table.columns)
-    lines = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", _line(head), r"\midrule"]
+    lines = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", head, r"\midrule"]
     grouped = not all(row.first for row in table.rows)
-    for i, (row, texts) in enumerate(zip(table.rows, rows, strict=True)):
-        lines += [r"\addlinespace"] if grouped and row.first and i else []
-        lines.append(_line(texts))
+    for i, (row, line) in enumerate(zip(table.rows, rows, strict=True)):
+        lines += [r"\addlinespace", line] if grouped and row.first and i else [line]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def _line(texts: Sequence[str]) -> str:
-    return " & ".join(texts) + r" \\"
-
-
-def _texts(table: Table) -> list[list[str]]:
-    """Return the heads and the cells of a table, each in one line."""
+def _texts(table: Table, escapes: dict[str, str]) -> list[list[str]]:
+    """Return the heads and the cells of a table, each in one line, with letters escaped."""
+    heads = [
+        "policy" if each.title == "variant" else f"{each.title} {each.below}".strip()
+        for each in table.columns
+    ]
     rows = [[row.head, *map(_cell, row.cells)] for row in table.rows]
-    heads = ["policy" if column.title == "variant" else _title(column) for column in table.columns]
-    return [heads, *rows]
-
-
-def _title(column: Column) -> str:
-    return " ".join(f"{column.title} {column.below}".split())
+    special = re.compile("|".join(map(re.escape, escapes)))
+    return [
+        [special.sub(lambda found: escapes[found[0]], text) for text in texts]
+        for texts in (heads, *rows)
+    ]
 
 
 def _cell(cell: Cell) -> str:
     return " ".join([cell.text, *(note.text for note in cell.notes)])
-
-
-def _escaped(text: str) -> str:
-    return re.sub("|".join(map(re.escape, _SPECIAL)), lambda found: _SPECIAL[found[0]], text)
-
-
-def _escaped_pipe(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", r"\|")
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
@@ -169,19 +159,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 RULER = (
-    "cwe",
-    "fwe",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multiquery",
-    "niah_multivalue",
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "qa_1",
-    "qa_2",
-    "vt",
+    *("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multiquery"),
+    *("niah_multivalue", "niah_single_1", "niah_single_2", "niah_single_3", "qa_1", "qa_2", "vt"),
 )
 _SUITE = "ruler/"
 
