@@ -118,15 +118,12 @@ def pareto_front(points: Sequence[tuple[float, float]], *, lower_is_better: bool
     Args:
         points: of each, its cost and its score.
     """
-    sign = -1 if lower_is_better else 1
-
-    def beaten(cost: float, score: float) -> bool:
-        return any(
-            one <= cost and sign * other >= sign * score and (one, other) != (cost, score)
-            for one, other in points
-        )
-
-    kept = [i for i, point in enumerate(points) if not beaten(*point)]
+    losses = [(cost, score if lower_is_better else -score) for cost, score in points]
+    kept = [
+        i
+        for i, mine in enumerate(losses)
+        if not any(a <= mine[0] and b <= mine[1] and (a, b) != mine for a, b in losses)
+    ]
     return sorted(kept, key=lambda i: (points[i][0], i))
 
 
@@ -134,12 +131,9 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES = ("-", "--", "-.", ":")
 GRID, FRONT = "#dddddd", "#d5d5d5"
-FULL_LINE: dict[str, Any] = {
-    "color": "black",
-    "linestyle": ":",
-    "linewidth": 1.4,
-    "zorder": 3,
-}  # over the others
+FULL_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.4, "zorder": 3}
+"""The full cache's line, over the others."""
+
 _SETTINGS = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
