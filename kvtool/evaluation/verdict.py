@@ -86,11 +86,7 @@ def difference(
         With the interval, unless there are fewer than `LEAST_PAIRS` pairs or a resampled score is
         not finite.
     """
-
-    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
-        return [link(x) - link(y) for x, y in zip(a, b, strict=True)]
-
-    return _estimate(of, ours, theirs)
+    return _estimate(lambda a, b: link(a) - link(b), ours, theirs)
 
 
 def excess(
@@ -103,21 +99,12 @@ def excess(
     Args:
         here, there: what `difference` takes, all four of the same samples in the same order.
     """
-
-    def of(*means: Sequence[float]) -> list[float]:
-        columns = zip(*(map(link, mean) for mean in means), strict=True)
-        return [(a - b) - (c - d) for a, b, c, d in columns]
-
-    return _estimate(of, *here, *there)
+    return _estimate(lambda a, b, c, d: link(a) - link(b) - (link(c) - link(d)), *here, *there)
 
 
 def ratio(ours: Sequence[Part], theirs: Sequence[Part]) -> Estimate:
     """Divide one variant's mean by another's; arguments and result as of `difference`."""
-
-    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
-        return [x / y if y else math.inf for x, y in zip(a, b, strict=True)]
-
-    return _estimate(of, ours, theirs)
+    return _estimate(lambda a, b: a / b if b else math.inf, ours, theirs)
 
 
 def mean_of(parts: Sequence[Part]) -> float:
@@ -140,14 +127,14 @@ def unseen(n: int) -> float:
     return 1 - (1 - LEVEL) ** (1 / n)
 
 
-def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estimate:
+def _estimate(of: Callable[..., float], *samples: Sequence[Part]) -> Estimate:
     """Apply `of` to the means of each list, and to those of each resample."""
     import torch
 
-    (value,) = of(*([mean_of(each)] for each in samples))
+    value = of(*map(mean_of, samples))
     if len(samples[0]) < LEAST_PAIRS:
         return Estimate(value, None, None)
-    found = of(*_resampled_means(*samples))
+    found = list(map(of, *_resampled_means(*samples)))
     if not all(map(math.isfinite, found)):
         return Estimate(value, None, None)
     tail, over = (1 - LEVEL) / 2, torch.tensor(found, dtype=torch.float64)
