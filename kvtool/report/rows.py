@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import singledispatch
+from collections.abc import Callable
 from typing import Any
 
 from kvtool.documents.generation import GenerationDocument
@@ -16,13 +16,6 @@ from kvtool.report.plans import stored_tokens
 _Record = dict[str, Any]
 
 
-@singledispatch
-def rows_of(document: Any) -> list[_Record]:
-    """Return the rows of a document, all with the same keys."""
-    raise TypeError(f"{type(document).__name__} has no rows")
-
-
-@rows_of.register
 def _results(document: ResultsDocument) -> list[_Record]:
     variants = {variant.name: variant for variant in document.variants}
     costs = [result.cost for result in document.results if result.cost is not None]
@@ -49,7 +42,6 @@ def _results(document: ResultsDocument) -> list[_Record]:
     return rows
 
 
-@rows_of.register
 def _plan(document: PlanDocument) -> list[_Record]:
     stored, layers = stored_tokens(document), document.layers
     shares = layers.fractions or [None] * len(stored)
@@ -67,7 +59,6 @@ def _plan(document: PlanDocument) -> list[_Record]:
     ]
 
 
-@rows_of.register
 def _profile(document: ProfileDocument) -> list[_Record]:
     lines = measured(document.metrics)
     if not lines and document.metrics.memory is not None:
@@ -84,7 +75,6 @@ def _memory(memory: MemoryTable) -> list[_Record]:
     ]
 
 
-@rows_of.register
 def _generation(document: GenerationDocument) -> list[_Record]:
     of_cache = ("kv_bytes", "state_bytes", "full_bytes")
     of_time = ("prefill_s", "decode_s", "decode_tokens_per_s")
@@ -105,3 +95,16 @@ def _generation(document: GenerationDocument) -> list[_Record]:
         }
         for answer in document.turns or (document,)
     ]
+
+
+_ROWS: dict[str, Callable[[Any], list[_Record]]] = {
+    "results": _results,
+    "plan": _plan,
+    "profile": _profile,
+    "generation": _generation,
+}
+
+
+def rows_of(document: Any) -> list[_Record]:
+    """Return the rows of a document, all with the same keys."""
+    return _ROWS[document.kind](document)

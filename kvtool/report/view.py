@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import singledispatch
 from html import escape
 from importlib.util import find_spec
 from typing import Any
@@ -22,6 +21,9 @@ from kvtool.report.table import Column, Table, row
 from kvtool.report.templates import html_table
 from kvtool.report.variants import labelled
 
+_Shown = tuple[str, list[Table], str]
+"""The title of a document, its tables, and what is said below them."""
+
 
 def frame(document: Any) -> Any:
     """Return the rows of a document as a pandas data frame.
@@ -38,19 +40,12 @@ def frame(document: Any) -> Any:
 
 def html(document: Any) -> str:
     """Return what a notebook shows of a document."""
-    title, tables, after = _shown(document)
+    title, tables, after = _SHOWN[document.kind](document)
     parts = [f"<p><b>{escape(title)}</b></p>", *map(html_table, tables)]
     return "\n".join([*parts, *([f"<p>{escape(after)}</p>"] if after else [])])
 
 
-@singledispatch
-def _shown(document: Any) -> tuple[str, list[Table], str]:
-    """Return the title of a document, its tables, and what is said below them."""
-    raise TypeError(f"{type(document).__name__} has no tables")
-
-
-@_shown.register
-def _of_results(document: ResultsDocument) -> tuple[str, list[Table], str]:
+def _of_results(document: ResultsDocument) -> _Shown:
     document = labelled(document)
     costs = results.costs(document)
     gates = [results.gates(document)] if document.gates else []
@@ -59,13 +54,11 @@ def _of_results(document: ResultsDocument) -> tuple[str, list[Table], str]:
     return document.name, tables, unfinished
 
 
-@_shown.register
-def _of_plan(document: PlanDocument) -> tuple[str, list[Table], str]:
+def _of_plan(document: PlanDocument) -> _Shown:
     return heading(document), [layer_table(document)], ""
 
 
-@_shown.register
-def _of_profile(document: ProfileDocument) -> tuple[str, list[Table], str]:
+def _of_profile(document: ProfileDocument) -> _Shown:
     tables = []
     if lines := measured(document.metrics):
         tables.append(measurements(lines, "layers", ("least", "most")))
@@ -74,8 +67,7 @@ def _of_profile(document: ProfileDocument) -> tuple[str, list[Table], str]:
     return f"profile of {document.model.id}", tables, note(document)
 
 
-@_shown.register
-def _of_answers(document: GenerationDocument) -> tuple[str, list[Table], str]:
+def _of_answers(document: GenerationDocument) -> _Shown:
     columns = list(map(Column, ("", "text", "prompt tokens", "new tokens", "kept")))
     answers: Sequence[GenerationDocument | TurnSection] = document.turns or (document,)
     rows = []
@@ -86,3 +78,11 @@ def _of_answers(document: GenerationDocument) -> tuple[str, list[Table], str]:
     budget = "" if document.budget is None else f", budget {document.budget}"
     title = f"{document.model}: {document.policy}{budget}"
     return title, [Table(columns, rows)], document.in_words()
+
+
+_SHOWN: dict[str, Callable[[Any], _Shown]] = {
+    "results": _of_results,
+    "plan": _of_plan,
+    "profile": _of_profile,
+    "generation": _of_answers,
+}

@@ -259,7 +259,7 @@ def test_rows_of_a_padded_batch_show_their_own_text(loaded):
 def test_a_text_that_nobody_knows_is_asked_for(loaded):
     model, ids = loaded.model, loaded.tokenizer("The old lamp", return_tensors="pt").input_ids
     cache = kvtool.build_cache(model, "h2o", 12)
-    with pytest.raises(UsageError, match="the cache is empty"):
+    with pytest.raises(UsageError, match="it has read nothing"):
         cache.show(loaded.tokenizer)
     model(ids, past_key_values=cache)
     with pytest.raises(UsageError, match=r"does not know its text.*input_ids=ids"):

@@ -119,14 +119,12 @@ def kept_text(
 
 def _ids(cache: CacheState, input_ids: Tensor | None, row: int) -> list[int]:
     """Return the tokens of a batch entry that have been read."""
-    if not cache.first_layer.is_initialized:
-        raise UsageError("the cache is empty: nothing has been fed to it yet")
     known = cache.text
     texts = None if known.plain else known.input_ids
     texts = texts if input_ids is None else input_ids
-    if texts is None:
+    if texts is None or not cache.first_layer.is_initialized:
         raise UsageError(
-            "the cache does not know its text, which did not come through `generate`",
+            "the cache does not know its text: it has read nothing, or not through `generate`",
             hint="cache.show(tokenizer, input_ids=ids)",
         )
     batch, seen = len(cache.tokens_seen()), cache.get_seq_length()
