@@ -75,6 +75,9 @@ def spent_on(results: Sequence[TaskResult]) -> Spent | None:
         total = sum(time for time, _ in timed)
         return sum(time * speed for time, speed in timed) / total if total else None
 
+    def kept_by(layer: int) -> float:
+        return mean(lambda cost: cost.kept_per_layer[layer])
+
     recorded = all(cost.evicted_share is not None for *_, cost in costs)
     decoded = all(cost.traffic_bytes for *_, cost in costs)
     alike = len({len(cost.kept_per_layer) for *_, cost in costs}) == 1
@@ -89,7 +92,7 @@ def spent_on(results: Sequence[TaskResult]) -> Spent | None:
         prefill_s=mean(lambda cost: cost.prefill_s),
         prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
         decode_rate=rate("decode_s", "decode_tokens_per_s"),
-        kept=tuple(mean(lambda cost, i=i: cost.kept_per_layer[i]) for i in layers),
+        kept=tuple(map(kept_by, layers)),
         written=mean(lambda cost: cost.new_tokens),
         evicted=mean(lambda cost: cost.evicted_share or 0.0) if recorded else None,
         host_bytes=mean(lambda cost: cost.host_bytes or 0.0),

@@ -214,13 +214,16 @@ def _panels(
         if (curve := getattr(document.curves, name, None)) is not None:
             x = getattr(curve, axis)
             yield partial(_lines, x=x, rows=curve.values, title=title, label=label)
-    swept = list(_swept(document.metrics))
-    for each in sorted(swept, key=lambda each: each.is_share):
-        about = {"x": each.at, "rows": each.rows, "title": each.title}
-        if each.is_share:
-            yield partial(_lines, **about, label="share kept", log_x=False)
-        else:
-            yield partial(_lines, **about, label="budget", log_y_too=True)
+    for each in sorted(_swept(document.metrics), key=lambda each: each.is_share):
+        yield partial(
+            _lines,
+            x=each.at,
+            rows=each.rows,
+            title=each.title,
+            label="share kept" if each.is_share else "budget",
+            log_x=not each.is_share,
+            log_y_too=not each.is_share,
+        )
 
 
 def _bars(panel: Axes, values: Sequence[float | None], title: str, label: str) -> None:

@@ -382,10 +382,11 @@ def heat_map(
     colours = colormaps[CIVIDIS].with_extremes(bad="#e6e6e6")
     low = None if most is None else 0.0
     image = panel.imshow(numbers, cmap=colours, vmin=low, vmax=most, aspect="auto")
-    for (y, x), number in np.ndenumerate(numbers) if says is not None else ():
-        value = None if math.isnan(number) else float(number)
-        ink = INK["black" if value is None else ink_on(value / (most or 1.0))]
-        panel.text(x, y, says(value), ha="center", va="center", fontsize=6, color=ink)
+    if says is not None:
+        for (y, x), number in np.ndenumerate(numbers):
+            value = None if math.isnan(number) else float(number)
+            ink = INK["black" if value is None else ink_on(value / (most or 1.0))]
+            panel.text(x, y, says(value), ha="center", va="center", fontsize=6, color=ink)
     panel.spines[:].set_visible(False)
     panel.tick_params(length=0)
     return image
