@@ -1,4 +1,4 @@
-"""What a policy sees beside slots: hidden states, the output projection, the layers above."""
+"""Hidden states, output projections and layers above, as they are shown to a policy."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class StepContext:
         norms: takes the log-sum-exp of a whole prompt's rows, where a kernel can return them; None:
             not asked for.
         unstored: attends tokens that are not stored; None: they are.
-        hidden: (batch, q_len, hidden_size), what has entered the attention; None: nobody asked.
+        hidden: (batch, q_len, hidden_size), what has entered the attention; None: not asked for.
     """
 
     kernel: str = "sdpa"

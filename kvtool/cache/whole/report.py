@@ -1,4 +1,4 @@
-"""What a cache holds, counted from its tensors, and which tokens of a text that is."""
+"""Report of a cache, counted from its tensors, and the tokens of a text that it holds."""
 
 from __future__ import annotations
 

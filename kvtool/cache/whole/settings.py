@@ -73,7 +73,7 @@ class ModelLink:
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
-        hooks: show what enters its attention, as long as a cache holds them; None: nobody asked.
+        hooks: show what enters its attention, as long as a cache holds them; None: not asked for.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
@@ -161,7 +161,7 @@ class ForwardState:
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
         hidden: (batch, q_len, hidden_size), what enters the attention of the running layer; None:
-            nobody asked.
+            not asked for.
         unstored: who attends its tokens, which are not stored; None: they are.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that was announced.
