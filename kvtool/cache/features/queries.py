@@ -43,7 +43,7 @@ class QueryWindow(Part):
         query: (batch, heads, rows, head_dim), after RoPE; None before the first token.
         positions: (batch, rows) int64, -1 where there was none yet.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
-        sinks: (heads,) logits without a key; None: there are none.
+        sinks: (kv_heads, group) logits without a key; None: there are none.
     """
 
     name = "query_window"
@@ -77,10 +77,6 @@ class QueryWindow(Part):
         assert self.query is not None, "a prompt has been seen"
         assert self.positions is not None, "a prompt has been seen"
         return group_queries(self.query, kv_heads), self.positions >= 0
-
-    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
-        """Return the sinks as (kv_heads, group)."""
-        return None if self.sinks is None else self.sinks.detach().view(kv_heads, -1)
 
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
@@ -127,7 +123,7 @@ class QueryWindow(Part):
             self.positions.narrow(1, row, 1).fill_(position)
 
     def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
-        self.sinks = call.sinks
+        self.sinks = None if call.sinks is None else call.sinks.detach()
         self.see(call.query, block.new, call.scale, call.softcap)
         return block
 
@@ -138,7 +134,7 @@ class QueryWindow(Part):
         elif isinstance(newest, Tensor):
             newest = newest[..., 0]
         if self.sinks is None and call.sinks is not None:  # the prompt was read from a file
-            self.sinks = call.sinks
+            self.sinks = call.sinks.detach()
         self.see_token(call.query, newest, call.scale, call.softcap)
 
     def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
@@ -209,9 +205,10 @@ class LaneQueries(Part):
         positions = self._whole.positions
         return None if positions is None else positions[self._lanes.entries]
 
-    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
-        """Return logits without a key as (lanes, 1, group)."""
-        sinks = self._whole.sinks_by_kv_head(self._lanes.kv_heads)
+    @property
+    def sinks(self) -> Tensor | None:
+        """Logits without a key, (lanes, 1, group)."""
+        sinks = self._whole.sinks
         return None if sinks is None else sinks[self._lanes.heads][:, None]
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.part import Lanes, LayerSite, Part
 from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.block import Block
@@ -145,21 +143,13 @@ class Projection(Part):
         return replace(view, projections=(*view.projections, self.seen()))
 
 
-class Parent(Protocol):
-    """A layer above, as far as those below look at it."""
-
-    budget: LayerBudget
-
-    def stored_positions(self) -> Tensor: ...
-
-
 class Parents(Part):
     """The first layer of free budget and the one right above; none above the first."""
 
     name = "parents"
     joins_padded = False
 
-    def __init__(self, first: Parent | None = None, above: Parent | None = None) -> None:
+    def __init__(self, first: SlotLayer | None = None, above: SlotLayer | None = None) -> None:
         self.first, self.above = first, above
 
     @classmethod

@@ -341,7 +341,7 @@ def _choose_padded(
         sizes=entries.sizes,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=None if call.sinks is None else call.sinks.view(heads, -1),
+        sinks=call.sinks,
     )
     choice = entries.reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
@@ -380,7 +380,7 @@ def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) ->
             tokens=entries.tokens,
             scale=call.scale,
             softcap=call.softcap,
-            sinks=None if call.sinks is None else call.sinks.view(query.shape[1], -1),
+            sinks=call.sinks,
         )
         choice = entries.reader.choose(view)
     pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()

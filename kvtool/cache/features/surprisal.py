@@ -302,7 +302,9 @@ class Surprisals(CachePart):
         file.take("state.next_logits", logits, floats, unknown=True)
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.fill(*(tensors[f"state.{name}"].to(device) for name in ("surprisal", "next_logits")))
+        scores, own = tensors["state.surprisal"], self._layers[0].slots.device
+        self.table = _buffer(scores[:, None].to(own), scores.shape[1])
+        self.next_logits = tensors["state.next_logits"].to(device)
 
     def by_position(self) -> tuple[Tensor, Tensor]:
         """Surprisals in ascending position, (batch, kept), and the logits that wait."""
@@ -310,12 +312,6 @@ class Surprisals(CachePart):
         order = ascending(slots.stored_positions()[:, :1])[..., : slots.kept]
         assert self.next_logits is not None, "something has been read"
         return self._state()["surprisal"].gather(2, order)[:, 0], self.next_logits
-
-    def fill(self, scores: Tensor, next_logits: Tensor) -> None:
-        """Take what a file holds; see `by_position`."""
-        device = self._layers[0].slots.device
-        self.table = _buffer(scores[:, None].to(device), scores.shape[1])
-        self.next_logits = next_logits
 
 
 def _buffer(content: Tensor, slots: int) -> Tensor:

@@ -249,4 +249,4 @@ def _sinks(call: Call, batch: int) -> Tensor | None:
     """Sinks as (batch, heads)."""
     if call.sinks is None:
         return None
-    return call.sinks.expand(batch, -1) if call.sinks.dim() == 1 else call.sinks.reshape(batch, -1)
+    return call.sinks.reshape(-1, call.query.shape[1]).expand(batch, -1)

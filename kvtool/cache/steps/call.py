@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -132,7 +132,7 @@ class Call:
             nothing is padded.
         spans: (batch, q_len, 2) int64 positions of the first and the last new token that a query
             sees, beside those before it: images are seen from both sides; None: none.
-        scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
+        scale, softcap, sinks: as for `attention_weights`.
         context: what the forward is like; no default, which torch 2.11 cannot compile.
         mask: what a caller wants queries to see, in place of all tokens before them: bool, or float
             to be added, (batch or 1, heads or 1, q_len or 1, keys), keys as they came. None: the
@@ -199,30 +199,18 @@ IMPLEMENTATION = "kvtool"  # what attention and masks are called in transformers
 _LOCAL = threading.local()
 
 
-class StepOwner(Protocol):
-    """The cache, as far as a step needs it."""
-
-    def begin_block(
-        self, layer: SlotLayer, query_heads: int, positions: Tensor | None, q_len: int
-    ) -> None:
-        """Fix what a layer may keep, before a block is attended."""
-
-    def end_step(self, step: PendingStep, call: Call, out: Tensor) -> None:
-        """Note that a layer's step has run."""
-
-
 @dataclass(frozen=True)
 class PendingStep:
     """What `update` has taken in and no call has attended yet.
 
     Attributes:
-        owner: the cache of the layer.
+        owner: the `kvtool.cache.whole.cache.KVCache` of the layer.
         raw_key, raw_value: what `update` returned: kept slots and new tokens.
         new_key, new_value: the new tokens alone.
         decoding: whether they are one decoded token.
     """
 
-    owner: StepOwner
+    owner: Any
     layer: SlotLayer
     raw_key: Tensor
     raw_value: Tensor

@@ -23,18 +23,17 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import (
+    choose_kept,
     make_view,
     observe,
-    ordered,
     score,
     show_parts,
     stacked,
     used_keys,
     used_values,
-    vote_again,
     with_empty_slots,
 )
-from kvtool.maths.selection import keep_top, lowest
+from kvtool.maths.selection import lowest
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count
 from kvtool.policies.parts import SlotView
@@ -211,17 +210,13 @@ class PacedGroup(LayerGroup):
     def _cut(self, view: SlotView, state: dict[str, Tensor], rows: AttentionRows | None) -> None:
         first = self.layers[0]
         budget = first.budget.max_budget
-        view, rows = vote_again(first.policy, view, rows)
-        importance, protected = score(first.policy, view, state, rows, view.held - budget)
-        order = ordered(first.policy, view, importance, protected, budget)
-        kept = keep_top(order, view.positions, budget, protected, budget)
-        of_all = (importance, view.positions, *kept)
+        kept = choose_kept(first.policy, view, state, rows, budget, budget)
+        of_all = (view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)
-        for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):
+        for layer, (before, *own) in zip(self.layers, parts, strict=True):
             used, schedule = layer.slots.used_slots(), CutSchedule.of(layer)
             seen = replace(view, positions=before)
-            slots = part_block(layer, None, seen, used.state, own, chosen, positions)
-            layer.slots.replace(slots)
+            layer.slots.replace(part_block(layer, None, seen, used.state, *own))
             if schedule is not None:
                 schedule.count(budget, budget, layer.seen)
         self._begin()

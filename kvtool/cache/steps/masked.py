@@ -110,9 +110,6 @@ def masked_attention(call: Call, key: Tensor, value: Tensor, mask: Tensor) -> Te
             scale=call.scale,
             enable_gqa=query.shape[1] != heads,
         )
-    sinks = call.sinks
-    if sinks is not None and sinks.dim() == 1:
-        sinks = sinks.view(heads, -1)
     # one for all heads, or one for each query head, seen by the KV head that it reads
     bias = as_bias(mask).unflatten(1, (1, 1) if mask.shape[1] == 1 else (heads, -1))
     grouped, outs = group_queries(query, heads), []
@@ -120,7 +117,12 @@ def masked_attention(call: Call, key: Tensor, value: Tensor, mask: Tensor) -> Te
         rows = slice(start, start + _ROWS)
         own = bias if bias.shape[3] == 1 else bias[:, :, :, rows]
         weights = biased_weights(
-            grouped[:, :, :, rows], key, own, scale=call.scale, softcap=call.softcap, sinks=sinks
+            grouped[:, :, :, rows],
+            key,
+            own,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
         outs.append(weighted_values(weights, value))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)

@@ -8,45 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from kvtool.cache.features.cuts import Deferred, HeadBudgets, measure
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
-from kvtool.documents.plan import PlanDocument
+from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.bytes import Text
 from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.problem import UNLIMITED
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
-from kvtool.policies.policy import Policy
-from kvtool.sizes import Budget, fraction_of
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What bytes follow from, read from a decoder's configuration once it is asked for."""
-
-    config: PreTrainedConfig
-
-    @cached_property
-    def layers(self) -> list[LayerShape | None]:
-        """What each layer stores, in all processes together."""
-        return layer_shapes(self.config)
+from kvtool.sizes import fraction_of
 
 
 class TokenBudget:
     """What a budget that is no share of the prompt means for a layer."""
 
-    def __init__(self, policy: Policy, budget: Budget | None, facts: ModelFacts) -> None:
-        self._policy, self._budget, self._facts = policy, budget, facts
+    def __init__(self, settings: CacheSettings) -> None:
+        self._settings = settings
         self._known: dict[tuple[int, int, int], int] = {}
 
     def of(self, layer: SlotLayer, length: int, new_tokens: int) -> int:
@@ -55,17 +39,17 @@ class TokenBudget:
         Args:
             length: tokens of the longest entry at the prompt's end.
         """
-        budget = self._budget
+        settings, budget = self._settings, self._settings.budget
         assert budget is not None, "a policy without a budget asks for none"
         if budget.tokens is not None:
             return budget.tokens
         assert budget.bytes is not None, "shares are asked for elsewhere"
         key = (length, layer.batch_size, new_tokens)
         if key not in self._known:
-            text = Text(length, new_tokens, layer.batch_size, self._facts.config.vocab_size)
+            text = Text(length, new_tokens, layer.batch_size, settings.config.vocab_size)
             size = layer.slots.form.sample[0].element_size()
-            shapes = [each and replace(each, itemsize=size) for each in self._facts.layers]
-            self._known[key] = tokens_for_bytes(self._policy, shapes, text, budget.bytes)
+            shapes = [each and replace(each, itemsize=size) for each in settings.shapes]
+            self._known[key] = tokens_for_bytes(settings.policy, shapes, text, budget.bytes)
         return self._known[key]
 
 
@@ -97,16 +81,10 @@ class StoredBudgets:
         traffic: what a reader may look at; None: no reader.
     """
 
-    def __init__(
-        self,
-        layers: list[SlotLayer],
-        policy: Policy,
-        budget: Budget | None,
-        plan: PlanDocument | None,
-        facts: ModelFacts,
-    ) -> None:
-        self.policy, self.budget, self.facts = policy, budget, facts
-        self._in_tokens = TokenBudget(policy, budget, facts)
+    def __init__(self, layers: list[SlotLayer], settings: CacheSettings) -> None:
+        policy, budget, plan = settings.policy, settings.budget, settings.plan
+        self.policy, self.budget, self.settings = policy, budget, settings
+        self._in_tokens = TokenBudget(settings)
         self.spreads: list[Spread] | None = None
         self.new_tokens = 0
         self._free = [layer for layer in layers if layer.window is None]
@@ -329,7 +307,7 @@ class StoredBudgets:
 
     def _of_heads(self, place: int, tokens: int, n: int) -> list[int]:
         """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known."""
-        split, shape = self.policy.head_split, self.facts.layers[self._free[place].index]
+        split, shape = self.policy.head_split, self.settings.shapes[self._free[place].index]
         if split is None or not split.fixed or shape is None:
             return [tokens]
         return split.forecast(tokens, n, shape.kv_heads, (place, len(self._free)))

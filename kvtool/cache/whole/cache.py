@@ -285,7 +285,7 @@ class KVCache(InWords, CacheState):
         shards = self.link.shards
         if shards.processes > 1:
             kv_heads = layer.slots.kv_heads
-            shape = self.budgets.facts.layers[layer.index]
+            shape = self.settings.shapes[layer.index]
             layer.slots.set_heads(heads_of_layer(shards, self.config, shape, query_heads, kv_heads))
         self.budgets.assign(layer, positions, q_len, self.running.prompt_lengths)
 

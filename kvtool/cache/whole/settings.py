@@ -17,6 +17,7 @@ from kvtool.cache.steps.call import Placement, Unstored
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
+from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.policies.numbers import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
@@ -49,6 +50,11 @@ class CacheSettings:
     def kv_sharing(self) -> frozenset[int]:
         """The layers whose keys and values later ones read."""
         return frozenset(kv_sharing_layers(self.config))
+
+    @cached_property
+    def shapes(self) -> list[LayerShape | None]:
+        """What each layer stores, in all processes together."""
+        return layer_shapes(self.config)
 
     @cached_property
     def renumbers(self) -> bool:

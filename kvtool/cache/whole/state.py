@@ -20,7 +20,7 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
-from kvtool.cache.whole.budgets import ModelFacts, StoredBudgets
+from kvtool.cache.whole.budgets import StoredBudgets
 from kvtool.cache.whole.layers import make_layers
 from kvtool.cache.whole.report import CacheReport, make_report
 from kvtool.cache.whole.settings import (
@@ -85,10 +85,9 @@ class CacheState(Cache):
         slots = [isinstance(layer, SlotLayer) for layer in layers]
         self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
         self.link = link or ModelLink()
-        facts = ModelFacts(config)
-        self.budgets = StoredBudgets(self.slot_layers, policy, budget, plan, facts)
         block = None if reads_whole(policy, planned=plan is not None) else block
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
+        self.budgets = StoredBudgets(self.slot_layers, self.settings)
         self.parts = make_cache_parts(self.slot_layers, policy)
         self.running, self._text, self.changing = ForwardState(), Text(), False
         self.groups, self.static = LayerGroups(), StaticSteps()
