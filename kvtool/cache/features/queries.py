@@ -78,6 +78,10 @@ class QueryWindow(Part):
         assert self.positions is not None, "a prompt has been seen"
         return group_queries(self.query, kv_heads), self.positions >= 0
 
+    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
+        """Return the sinks as (kv_heads, group)."""
+        return self.sinks
+
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
         """Take new queries, and keep the newest of all.
@@ -205,9 +209,8 @@ class LaneQueries(Part):
         positions = self._whole.positions
         return None if positions is None else positions[self._lanes.entries]
 
-    @property
-    def sinks(self) -> Tensor | None:
-        """Logits without a key, (lanes, 1, group)."""
+    def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
+        """Return logits without a key as (lanes, 1, group)."""
         sinks = self._whole.sinks
         return None if sinks is None else sinks[self._lanes.heads][:, None]
 

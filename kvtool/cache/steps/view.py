@@ -208,7 +208,7 @@ def vote_again(
             scale=newest.scale,
             visible=visible,
             softcap=newest.softcap,
-            sinks=newest.sinks,
+            sinks=newest.sinks_by_kv_head(keys.shape[1]),
         )
         weights.append(found * valid[:, None, None, :, None])
         seen.append(visible[:, :, 0])

@@ -151,38 +151,40 @@ class KVCache(InWords, CacheState):
         self.changing, hidden = True, running.hidden
         if hidden is not None:
             running.show_hidden(None)  # not to be held longer than the step
+        kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
+        placement, watcher = running.placement, self._watcher
         if running.unstored is not None and not decoding:
             raw_key, raw_value = beside_slots(layer, key_states, value_states)
-            context = StepContext(
-                self.settings.kernel,
-                notify=False,
-                unstored=running.unstored,
-                hidden=hidden,
-            )
-            taken = raw_key, raw_value, key_states, value_states
-            set_pending(PendingStep(self, layer, *taken, decoding, context))
-            return raw_key, raw_value
-        placement, watcher = running.placement, self._watcher
-        if not decoding:
+            context = StepContext(kernel, notify=False, unstored=running.unstored, hidden=hidden)
+        elif not decoding:
             self.ungroup()
             self.static.forget()
             raw_key, raw_value = layer.update(key_states, value_states)
             self.meter.run(raw_key.nbytes + raw_value.nbytes)
-            block = self.layer_block
-            last, group, notify = running.last_block, None, True
-            norms = RowNorms() if watcher is not None and watcher.norms else None
+            context = StepContext(
+                kernel,
+                block=self.layer_block,
+                last=running.last_block,
+                placement=placement,
+                shares_kv=shares_kv,
+                norms=RowNorms() if watcher is not None and watcher.norms else None,
+                hidden=hidden,
+            )
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
                 self.groups.form(self.slot_layers, running.masked)
-            block, last, group = None, True, self.groups.by_layer.get(layer.index)
-            notify, norms = placement is not None or watcher is not None, None
+            group = self.groups.by_layer.get(layer.index)
             if group is None and layer.parts:
                 self.prepare_decode(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
-        kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
-        context = StepContext(
-            kernel, block, last, placement, group, notify, shares_kv, norms, hidden=hidden
-        )
+            context = StepContext(
+                kernel,
+                placement=placement,
+                group=group,
+                notify=placement is not None or watcher is not None,
+                shares_kv=shares_kv,
+                hidden=hidden,
+            )
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value

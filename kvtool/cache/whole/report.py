@@ -105,7 +105,7 @@ def make_report(
         sum(full[each.index] * each.slots.full_token_bytes for each in used),
         max(peak, allocated),
         sum(part.store.host_bytes for part in aside if part is not None),
-        round(sum(_bytes_read(each) for each in used)),
+        round(sum(bytes_read(each) for each in used)),
     ]
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
@@ -124,7 +124,7 @@ def make_report(
     )
 
 
-def _bytes_read(layer: SlotLayer) -> float:
+def bytes_read(layer: SlotLayer) -> float:
     """Bytes of keys, values and tables that the last decoded token has read."""
     slots = layer.slots
     return layer.pairs_read * slots.token_bytes * slots.batch * slots.kv_heads

@@ -392,21 +392,21 @@ class CacheState(Cache):
         seen = self.first_layer.seen
         stay = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
         tokens = min(max(seen - stay, 0), seen)
-        if tokens:
-            self._check_crop(tokens)
-            text = self.text
-            ids = None if text.input_ids is None else text.input_ids[:, : seen - tokens]
-            self.ungroup()
-            self.static.forget()
+        if not tokens:
+            return
+        self._check_crop()
+        text = self.text
+        ids = None if text.input_ids is None else text.input_ids[:, : seen - tokens]
+        self.ungroup()
+        self.static.forget()
         super().crop(-tokens)
-        if tokens:
-            self._text = Text(ids, plain=text.plain)
-            self.running.note_text(None if ids is None else seen - tokens)
+        self._text = Text(ids, plain=text.plain)
+        self.running.note_text(None if ids is None else seen - tokens)
 
-    def _check_crop(self, tokens: int) -> None:
+    def _check_crop(self) -> None:
         """Refuse to crop before any layer has been cropped."""
         self.check_whole()
-        whys = [layer.why_no_crop(tokens) for layer in self.slot_layers]
+        whys = [layer.why_no_crop() for layer in self.slot_layers]
         others = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         if not all(layer.is_croppable for layer in others):
             whys.append("its recurrent layers do not go back")
