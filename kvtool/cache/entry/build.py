@@ -155,11 +155,7 @@ def make_cache(
 
 
 def check_codec(model: PreTrainedModel, policy: Policy) -> None:
-    """Refuse a codec that cannot store a model's keys and values, or not where the model is.
-
-    Raises:
-        UsageError: such a codec.
-    """
+    """Refuse a codec that cannot store a model's keys and values, or not there (UsageError)."""
     if policy.codec is not None:
         check_dims(policy, layer_shapes(model.config))
         for side in policy.codec.sides():
@@ -167,11 +163,7 @@ def check_codec(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
-    """Return a plan from a document, its data or its file.
-
-    Raises:
-        UsageError: it cannot be read, or is no plan.
-    """
+    """Return a plan from a document, its data or its file (UsageError: it cannot be read)."""
     if isinstance(plan, PlanDocument):
         return plan
     if isinstance(plan, dict):
@@ -183,13 +175,7 @@ def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
-    """Refuse a plan whose layers a policy cannot follow, as it relates their tokens.
-
-    Raises:
-        UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
-            that grow for one that keeps in each layer part of what it keeps in the layer above.
-            Also unequal ones for a policy whose layers compete for one budget.
-    """
+    """Refuse a plan whose layers a policy cannot follow, as it relates them (UsageError)."""
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     split, relation, uneven = policy.head_split, policy.score.layer_tokens, len(set(tokens)) > 1
     uniform = plan.layers.allocator == Uniform.name  # which may leave layers a token apart

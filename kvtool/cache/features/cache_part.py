@@ -121,11 +121,7 @@ class CachePart:
 
 
 class CacheParts(dict[str, CachePart]):
-    """The parts of a cache by name.
-
-    Attributes:
-        by_logits: whether one of them scores by the model's logits; found once.
-    """
+    """The parts of a cache by name, and whether one of them scores by logits; found once."""
 
     def __init__(self, parts: Iterable[CachePart] = ()) -> None:
         super().__init__({part.name: part for part in parts})

@@ -61,14 +61,10 @@ def attend_chunks(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attend what is fetched, of the heads that it is fetched for.
-
-    Args:
-        query: (batch, heads, rows, head_dim).
+    """Attend what is fetched, by queries (batch, heads, rows, head_dim).
 
     Returns:
-        (batch, heads, rows, value_dim) and (batch, heads, rows) float32, the second -inf for
-        other heads.
+        (batch, heads, rows, value_dim) and (batch, heads, rows) float32, -inf for other heads.
     """
     grouped = group_queries(query, kv_heads)
     out = torch.zeros(*grouped.shape[:-1], value_dim, dtype=torch.float32, device=query.device)
@@ -108,13 +104,9 @@ def join_token(
     """Join one token in: its weight among itself is 1, and its logit is its log-sum-exp.
 
     Args:
-        query, out: (batch, heads, dim) float32, and what came of attending other tokens.
-        lse: (batch, heads) float32 of these.
+        query, out, lse: (batch, heads, dim) float32 and without dim, of attending other tokens.
         key, value: (batch, kv_heads, 1, dim) of the token.
         stored: bool (batch, kv_heads, 1), where there is one; None: everywhere.
-
-    Returns:
-        As `out` and `lse`.
     """
     kv_heads = key.shape[1]
     logit = dot_products(group_queries(query[:, :, None].to(key.dtype), kv_heads), key).mul_(scale)

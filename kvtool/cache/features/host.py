@@ -1,10 +1,9 @@
 """Keys and values in host memory: appended to, fetched head by head, never changed.
 
 Tokens that arrive one by one gather on the device until there are enough for one copy. A segment in
-host memory is written once and then only read. Copies of a cache share it, and batch entries are
-repeated or reordered without moving it. With a GPU segments are pinned, and `fetch` copies one
-chunk ahead on a stream of its own, beside the computation. Runs of neighbouring KV heads are
-fetched by one copy. A segment is stored exactly, in bfloat16, or as int8 with scales.
+host memory is written once and then only read: copies of a cache share it, and batch entries follow
+without moving it. With a GPU segments are pinned, and `fetch` copies one chunk ahead, beside the
+computation. A segment is stored exactly, in bfloat16, or as int8 with scales.
 """
 
 from __future__ import annotations
@@ -132,11 +131,7 @@ class Chunk:
 
 
 class Store:
-    """Everything that a layer has set aside.
-
-    Args:
-        form: `exact`, `bf16`, `int8`, or `file`: exact, in temporary files that are mapped.
-    """
+    """All that a layer has set aside: `exact`, `bf16`, `int8`, or in mapped files (`file`)."""
 
     def __init__(self, form: str) -> None:
         self.form = form

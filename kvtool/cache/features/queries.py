@@ -1,9 +1,4 @@
-"""Queries that a layer keeps for its policy: the newest, the last of a prompt, or their moments.
-
-The newest queries are for a policy that looks back from them whenever it cuts. The last queries of
-a prompt are for one that is read in blocks and cut once, at its end. The moments of all queries so
-far are for a score that looks ahead by them.
-"""
+"""Queries that a layer keeps for its policy: the newest, the last of a prompt, or their moments."""
 
 from __future__ import annotations
 
@@ -339,12 +334,7 @@ class Moments(Part):
             self.state[name] = own.repeat(batch, 1, 1)
 
     def add(self, query: Tensor, valid: Tensor) -> None:
-        """Take in queries.
-
-        Args:
-            query: (batch, heads, tokens, head_dim) float32, before RoPE.
-            valid: bool (batch or 1, tokens), which of them count.
-        """
+        """Take in queries before RoPE, (batch, heads, tokens, head_dim) float32, where `valid`."""
         batch, heads, _, dim = query.shape
         if not self.state:
             self.state = {"count": query.new_zeros(batch, heads)}

@@ -124,11 +124,7 @@ class Surprisals(CachePart):
         return cls(free, policy.score) if isinstance(policy.score, SirLLM) and free else None
 
     def check_tokens(self, decoding: bool) -> None:
-        """Refuse tokens of a forward that will show no logits.
-
-        Raises:
-            KvtoolError: the forward was not announced.
-        """
+        """Refuse tokens of a forward that will show no logits (KvtoolError)."""
         if self.arriving is None:
             raise KvtoolError(
                 f"policy `{self._score.name}` goes by the logits of the model, "

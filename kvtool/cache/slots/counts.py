@@ -57,12 +57,7 @@ class TokenCounts:
             self.lengths = torch.full((batch,), self.seen, device=device)
 
     def count_block(self, tokens: int, valid: Tensor | None = None) -> None:
-        """Count a block.
-
-        Args:
-            tokens: of the block, padding included.
-            valid: (batch,) its tokens without padding, where batch entries are counted apart.
-        """
+        """Count a block of `tokens`, padding included, and (batch,) `valid` ones of each entry."""
         self.seen += tokens
         if valid is not None and self.lengths is not None:
             self.lengths = self.lengths + valid

@@ -141,12 +141,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How the buffers of a layer are sized, and what counts their bytes.
-
-    Attributes:
-        growth: the capacity that they take.
-        meter: counts the bytes of all layers.
-    """
+    """How the buffers of a layer grow, and what counts the bytes of all layers."""
 
     growth: Growth
     meter: ByteMeter

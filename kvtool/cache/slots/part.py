@@ -369,7 +369,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 class CutSchedule(Part):
     """How many tokens a layer will have seen when it is cut next.
 
-    Nothing is counted while tokens are decoded: the layer counts what it has seen.
+    When a layer is cut decides how many slots it reserves, which layers are grouped, and whether a
+    token needs its weights. So the steps ask for this part by name.
 
     Attributes:
         spare: tokens above the budget at which a batch entry is cut.
@@ -406,12 +407,6 @@ class CutSchedule(Part):
         return 0 if self.until is None else max(0, self.until - seen)
 
     def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:
-        """Count anew; a device sync where entries differ.
-
-        Args:
-            held: tokens of each entry or head.
-            budget: of each.
-            seen: tokens that the layer has seen.
-        """
+        """Count anew what entries or heads hold; a device sync where they differ."""
         left = budget + self.spare - held
         self.until = seen + max(0, int(left.min()) if isinstance(left, Tensor) else left)

@@ -2,8 +2,7 @@
 
 Slots that hold codes are dequantised slice by slice, never all in float. Where vectors are rotated
 before they are rounded, the query is rotated in place of the keys, and the output is rotated back
-once. Keys that are placed anew are rotated back instead, since a rotation of another kind places
-them.
+once. Keys that are placed anew are rotated back instead.
 """
 
 from __future__ import annotations
@@ -46,15 +45,12 @@ def attend_codes(
     observed: bool = False,
     needs_lse: bool = False,
 ) -> AttendedToken:
-    """Attend the slots in use by a token that is among them.
+    """Attend the codes in the slots in use by a token that is among them.
 
     Args:
-        layer: whose slots hold codes.
-        call: of the decoded token; its keys and values are not looked at.
         stored: what the slots in use hold.
         visible: as for `attention_weights`.
         observed: whether the policy wants the weights.
-        needs_lse: whether the log-sum-exp is needed.
     """
     form = layer.slots.form
     assert isinstance(form, CodedForm), "these slots hold codes"

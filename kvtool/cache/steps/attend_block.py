@@ -1,14 +1,10 @@
 """Attention of a block by the kernel that fits: fused, flash, Triton, or weights in full.
 
 Queries go in chunks, so that nothing of size prompt x prompt is ever held. A fused kernel of a CPU
-attends a whole prompt, and its log-sum-exp gives the column sums: together they compute what
-`explicit_block` and the policy's `observe` compute. Policies whose last queries vote get the
-attention of a prompt's last queries.
+attends a whole prompt, and its log-sum-exp gives the column sums.
 
-A layer may read the keys and values of an earlier one. It then sees what that layer has seen in the
-same forward: of a prompt the kept slots and the whole block, of a decoded token the kept slots and
-the token. It stores nothing, and its attention is no evidence: a prompt is cut, and a slot chosen,
-when the layer that owns the keys has run.
+A layer may read the keys and values of an earlier one. It sees what that layer has seen in the same
+forward, stores nothing, and its attention is no evidence.
 """
 
 from __future__ import annotations

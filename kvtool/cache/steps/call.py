@@ -106,11 +106,7 @@ class StepContext:
     hidden: Tensor | None = None
 
     def shown_hidden(self) -> Tensor:
-        """Return the hidden states.
-
-        Raises:
-            KvtoolError: no forward of an attached model has brought them.
-        """
+        """Return the hidden states (KvtoolError: no attached forward has brought them)."""
         if self.hidden is None:
             raise KvtoolError(
                 "the model has shown no hidden states to this cache",
@@ -205,7 +201,7 @@ class PendingStep:
 
     Attributes:
         owner: the `kvtool.cache.whole.cache.KVCache` of the layer.
-        raw_key, raw_value: what `update` returned: kept slots and new tokens.
+        raw_key, raw_value: kept slots and new tokens, as `update` returned them.
         new_key, new_value: the new tokens alone.
         decoding: whether they are one decoded token.
     """
@@ -251,11 +247,7 @@ def take_pending(keys: int) -> PendingStep | None:
 
 
 def check_attended(layer: SlotLayer) -> None:
-    """Refuse to take in a block when the one before was never attended.
-
-    Raises:
-        KvtoolError: the model does not run kvtool's attention, so nothing would ever be stored.
-    """
+    """Refuse a block whose predecessor was never attended: the model runs another attention."""
     if layer.unattended:
         raise KvtoolError(
             "the model does not run kvtool's attention, so this cache cannot work",

@@ -1,13 +1,11 @@
 """Evict for all layers at once: in steady state they differ in content only, so they are stacked.
 
-A policy's arithmetic on one layer is small, and its cost is that of starting operations, layer
-after layer. Here the positions and statistics of equal layers are batch entries of common tensors.
-Each layer leaves its attention weights, and the last layer of a step runs the policy once for all.
-Keys and values stay where they are.
+The positions and statistics of equal layers are batch entries of common tensors. Each layer leaves
+its attention weights, and the last layer of a step runs the policy once for all. Keys and values
+stay where they are.
 
-Layers that are cut at a pace, every few tokens, are decoded together and cut at once. Between two
-cuts a token is appended, at positions that are written down at the cut before. So a step does no
-more than attend and add up what its policy counts.
+Layers that are cut at a pace are decoded together and cut at once. Between two cuts a token is
+appended, at positions that are written down at the cut before.
 """
 
 from __future__ import annotations

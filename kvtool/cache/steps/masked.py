@@ -19,12 +19,7 @@ _ROWS = 128  # queries whose weights are held at a time
 
 
 def check_mask(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> None:
-    """Refuse a mask whose columns cannot be found among what is stored.
-
-    Raises:
-        KvtoolError: another shape, tokens that may be gone, or a layer that does not keep what is
-            read in its order.
-    """
+    """Refuse a mask whose columns cannot be found among what is stored (KvtoolError)."""
     if call.context.shares_kv:
         raise KvtoolError("a 4D attention mask cannot follow a layer whose keys other layers read")
     if layer.window is None and not layer.policy.attends_all:
@@ -36,11 +31,7 @@ def check_mask(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> No
 
 
 def check_order(layer: SlotLayer) -> None:
-    """Refuse a mask over padded texts whose padding was moved.
-
-    Raises:
-        KvtoolError: it was.
-    """
+    """Refuse a mask over padded texts whose padding was moved (KvtoolError)."""
     if layer.padded and not (layer.slots.as_read and layer.slots.ordered):
         raise KvtoolError(
             "an attention mask over cached tokens cannot follow a padded batch that was read in "
@@ -60,11 +51,7 @@ def as_bias(mask: Tensor) -> Tensor:
 
 
 def check_shape(mask: Tensor, wanted: tuple[int, ...]) -> None:
-    """Refuse a mask of another shape than (batch, heads, q_len, keys), or 1 for all but the keys.
-
-    Raises:
-        KvtoolError: such a mask.
-    """
+    """Refuse another shape than (batch, heads, q_len, keys), or 1 for all but the keys."""
     fits = [have in (1, want) for have, want in zip(mask.shape[:3], wanted[:3], strict=True)]
     if not all(fits) or mask.shape[3] != wanted[3]:
         raise KvtoolError(

@@ -68,15 +68,7 @@ class AttendedBlock(NamedTuple):
 
 
 def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
-    """Run a layer's step.
-
-    Returns:
-        (batch, heads, q_len, value_dim).
-
-    Raises:
-        KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
-            the model stores latents.
-    """
+    """Run a layer's step: (batch, heads, q_len, value_dim) (KvtoolError: parts refuse latents)."""
     if layer.parts and call.key is not call.raw_key:
         _check_latent(layer)
     if call.mask is not None:

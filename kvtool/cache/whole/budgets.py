@@ -159,11 +159,7 @@ class StoredBudgets:
         return self.new_tokens
 
     def check(self, lengths: list[int]) -> None:
-        """Refuse a prompt, if an entry or layer would keep only its protected tokens.
-
-        Raises:
-            UsageError: the first such entry.
-        """
+        """Refuse a prompt of which an entry or layer would keep only protected tokens."""
         self._ratios(lengths)
         if self.policy.two_stages and self.traffic is not None and not self._by_bytes:
             for length in lengths if self._free else ():

@@ -242,11 +242,7 @@ class KVCache(InWords, CacheState):
         return position_ids
 
     def begin_forward(self) -> None:
-        """Refuse a forward over a cache that another one has left torn.
-
-        Raises:
-            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
-        """
+        """Refuse a forward over a cache that another one has left torn (KvtoolError)."""
         if self.changing:
             self.check_whole()
         self.changing = self.recurrent

@@ -27,11 +27,7 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse layers that this cache cannot hold.
-
-    Raises:
-        KvtoolError: indexed attention, or another that is not known here; no attention at all.
-    """
+    """Refuse layers that this cache cannot hold, and a model without attention (KvtoolError)."""
     kinds = [kind for kind, _ in layer_types(config)]
     known = set(FREE + SLIDING)
     stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
@@ -52,12 +48,7 @@ def why_not(policy: Policy, what: str, model: str = "") -> str | None:
 
 
 def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
-    """Refuse a policy that does more than evict, where layers read the keys of another.
-
-    Raises:
-        KvtoolError: one that reads a part of the keys, changes kept tokens, or keeps different
-            counts in the heads of a layer.
-    """
+    """Refuse what does more than evict, where layers read the keys of another (KvtoolError)."""
     if not kv_sharing_layers(config):
         return
     why = why_not(policy, "shared")

@@ -32,8 +32,7 @@ def replay(
         (batch, heads, q_len, value_dim).
 
     Raises:
-        KvtoolError: keys that are stored in another form than they are attended in; a policy that
-            scores by the model's logits, or by hidden states.
+        KvtoolError: stored latents; a policy that scores by logits or hidden states.
     """
     name, why = f"policy `{cache.policy.score.name}`", None
     if cache.parts.by_logits:

@@ -141,11 +141,7 @@ class FedTokens:
         return end, torch.cat(ids, 1) if ids else None
 
     def behind(self, text: Tensor | None) -> tuple[int | None, Tensor | None]:
-        """Return how much of the text is known, and it, (batch, n) on the host: a sync.
-
-        Args:
-            text: what was noted before.
-        """
+        """Return how much of the text is known, and it, (batch, n) on the host: a sync."""
         end, ids = self._joined()
         if ids is None:
             return self.start, text
@@ -205,11 +201,7 @@ class ForwardState:
         self.last_block = last
 
     def check_placed(self, layer: SlotLayer) -> None:
-        """Refuse a forward without a placement, over a layer that places tokens anew.
-
-        Raises:
-            KvtoolError: it is such a one.
-        """
+        """Refuse a forward that has placed no tokens, over a layer that places them anew."""
         if self.placement is None or not self.placement.follows(layer):
             raise KvtoolError(
                 f"`{layer.policy}` numbers tokens by their place in the cache, "
@@ -308,7 +300,7 @@ class RopeLengths:
     """The lengths for which the factors of a cache were chosen.
 
     Attributes:
-        lengths: one for each batch entry, or one for all; as `LengthRope.factors_for` returns them.
+        lengths: one for each batch entry, or one for all, by `LengthRope.factors_for`.
     """
 
     lengths: tuple[int, ...]

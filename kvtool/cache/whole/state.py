@@ -50,8 +50,7 @@ class CacheState(Cache):
         settings: what it was made with.
         link: the model that it was built for.
         slot_layers: the attention layers.
-        recurrent: whether any layer has a recurrence.
-        linear: which layers have nothing else.
+        recurrent: whether any layer has a recurrence; `linear`: which have nothing else.
         meter: bytes of keys and values of all layers.
         budgets: what layers and batch entries may keep.
         parts: what features keep for all layers, by name.
@@ -170,19 +169,11 @@ class CacheState(Cache):
     def end_with(
         self, chat: Literal["open", "answer"] | None, history: ChatHistory | None = None
     ) -> None:
-        """Note what a conversation ends with: an `open` message, an `answer`, or nothing known.
-
-        Args:
-            history: its messages, where they are known.
-        """
+        """Note the end of a conversation, an `open` message or an `answer`, and its messages."""
         self._text = replace(self.text, chat=chat, history=history)
 
     def kept_positions(self, layer: int) -> Tensor:
-        """True positions of the tokens that a layer holds.
-
-        Returns:
-            (batch, kv_heads, slots) int64, ascending, -1 at the end where a head holds fewer.
-        """
+        """True positions of what a layer holds: (batch, kv_heads, slots) int64, ascending, then -1."""
         slots = self.slot_layer(layer)
         if not slots.is_initialized:
             raise KvtoolError("the cache is empty: nothing has been fed to it yet")
@@ -235,11 +226,7 @@ class CacheState(Cache):
         self.layers[layer.index] = layer
 
     def check_whole(self) -> None:
-        """Refuse to go on from a forward that broke off inside.
-
-        Raises:
-            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
-        """
+        """Refuse to go on from a forward that an exception or Ctrl-C has ended (KvtoolError)."""
         if self.changing:
             raise KvtoolError(
                 "the last forward over this cache was interrupted: some of its layers have seen "
@@ -271,9 +258,6 @@ class CacheState(Cache):
 
         Args:
             lengths: tokens that each batch entry will have at the end of what is fed now.
-
-        Raises:
-            UsageError: keys in the cache were rotated by other factors than these lengths need.
         """
         rope, chosen = self.link.rope, self.rope.chosen
         if rope is None:
@@ -286,16 +270,13 @@ class CacheState(Cache):
             self.check_rope(lengths)
 
     def check_rope(self, lengths: Sequence[int]) -> int | None:
-        """Refuse texts that outgrow the factors by which the keys in the cache were rotated.
+        """Refuse texts that outgrow the factors by which the keys were rotated (UsageError).
 
         Args:
             lengths: tokens that each batch entry will have.
 
         Returns:
             How many more tokens each of them may have; None: any number.
-
-        Raises:
-            UsageError: one that outgrows them.
         """
         rope, chosen, rooms = self.link.rope, self.rope.chosen, list[int]()
         if rope is None or chosen is None:
