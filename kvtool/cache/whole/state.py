@@ -173,7 +173,7 @@ class CacheState(Cache):
         self._text = replace(self.text, chat=chat, history=history)
 
     def kept_positions(self, layer: int) -> Tensor:
-        """True positions of what a layer holds: (batch, kv_heads, slots) int64, ascending, then -1."""
+        """True positions of what a layer holds: (batch, kv_heads, slots) int64, -1 at the end."""
         slots = self.slot_layer(layer)
         if not slots.is_initialized:
             raise KvtoolError("the cache is empty: nothing has been fed to it yet")
