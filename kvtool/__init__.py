@@ -3,25 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.version import VERSION
-
-if TYPE_CHECKING:
-    from kvtool.cache.entry.build import attach, build_cache, compressed
-    from kvtool.cache.files.load import load_cache
-    from kvtool.cache.files.save import save_cache
-    from kvtool.cache.hooks.attach import detach
-    from kvtool.calls.check_policy import check_policy
-    from kvtool.calls.compress import compress
-    from kvtool.calls.evaluate import evaluate
-    from kvtool.calls.export import export
-    from kvtool.calls.generate import generate
-    from kvtool.calls.load_results import load_results
-    from kvtool.calls.plan import plan
-    from kvtool.calls.profile import profile
-    from kvtool.errors import KvtoolError, PolicyError, UsageError
-    from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION
 
@@ -48,26 +32,7 @@ _HOMES = {
 
 _WITHOUT_TRANSFORMERS = ("kvtool.errors", "kvtool.policies.grammar")
 
-__all__ = [
-    "KvtoolError",
-    "PolicyError",
-    "UsageError",
-    "attach",
-    "build_cache",
-    "check_policy",
-    "compress",
-    "compressed",
-    "detach",
-    "evaluate",
-    "export",
-    "generate",
-    "load_cache",
-    "load_results",
-    "parse_policy",
-    "plan",
-    "profile",
-    "save_cache",
-]
+__all__ = sorted(_HOMES)  # their keywords are in __init__.pyi
 
 
 def __getattr__(name: str) -> Any:

@@ -58,6 +58,7 @@ def test_no_files_import_each_other():
 
 ROOMS = (  # a subpackage imports itself and those before it
     *("version", "errors", "sizes", "identity", "processes", "extras", "package_data", "garbage"),
+    "lazy_torch",
     *("plain_config", "transformers_versions", "model_shape", "weights_hash", "documents"),
     *("watcher", "maths", "kernels", "policies", "planning", "cache", "models", "generation"),
     *("profiling", "evaluation", "report", "engines", "calls", "cli", "__main__"),
@@ -65,6 +66,7 @@ ROOMS = (  # a subpackage imports itself and those before it
 BARE = ("version", "errors", "sizes", "identity", "extras", "package_data", "watcher", "planning")
 ONLY = {room: set[str]() for room in (*BARE, "plain_config")} | {  # third-party packages
     "processes": {"torch"},
+    "lazy_torch": {"torch"},
     "transformers_versions": {"transformers"},
     "model_shape": {"torch"},
     "weights_hash": {"torch"},

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvtool.cache.hooks.rope import reading
 from kvtool.cache.whole.settings import RopeLengths
-from kvtool.generation.finite import check_logits
+from kvtool.generation.broken_numbers import check_logits
 from kvtool.transformers_versions import cache_argument
 
 

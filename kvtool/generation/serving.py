@@ -18,9 +18,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvtool.cache.whole.batching import append_entries, keep_entries
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
+from kvtool.generation.broken_numbers import broken_entries, explain
 from kvtool.generation.decoding import StopsAt, longer
 from kvtool.generation.feeding import decode_step, prefill, wait
-from kvtool.generation.finite import broken_entries, explain
 from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
 
 

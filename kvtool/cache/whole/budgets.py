@@ -19,8 +19,8 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
+from kvtool.planning.budgets import tokens_for_bytes
 from kvtool.planning.bytes import Text
-from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.problem import UNLIMITED
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
 from kvtool.sizes import fraction_of

@@ -32,7 +32,7 @@ from kvtool.cache.steps.call import (
 )
 from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.cache.whole.state import CacheState
-from kvtool.documents.document import view
+from kvtool.documents.document import report
 from kvtool.documents.generation import CacheSection
 from kvtool.sizes import DEFAULT_BLOCK
 
@@ -41,7 +41,7 @@ class InWords:
     """A cache that says what it holds, as the commands do."""
 
     def __str__(self: Any) -> str:
-        return CacheSection.of(self.report()).in_words()
+        return CacheSection.taken_from(self.report()).in_words()
 
     def __repr__(self: Any) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"
@@ -70,7 +70,7 @@ class InWords:
             UsageError: nothing has been read, or the text is unknown.
             KvtoolError: the tokenizer cannot be loaded.
         """
-        return view().kept_text(self, tokenizer, input_ids=input_ids, row=row)
+        return report("kept.text").kept_text(self, tokenizer, input_ids=input_ids, row=row)
 
 
 @contextmanager

@@ -26,9 +26,9 @@ _DIGITS = 16
 _DIFFER = {  # parts of a fingerprint, and what it means that one differs
     "prompt": "is one to another prompt",
     "settings": "was given under other settings",
+    "package": "was given by another kvtool: its version or its code has changed",
     "model": "is another model's",
     "policy": "was given by other code of the policy",
-    "package": "was given by another kvtool: its version or its code has changed",
 }
 
 
