@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -365,6 +365,8 @@ def _attend_pairs(
     """Attend pairs, all of them or those that stand for a token: bool (rows, lists, pairs)."""
     if call.needs_weights:
         visible = None if stands is None else stands[:, :, None, None]
+        if call.sinks is not None:
+            call = replace(call, sinks=call.sinks.view(key.shape[1], -1))
         return weighted_values(call_weights(call, query, key, visible), value)
     mask = None if stands is None else stands[:, :, None]
     return packed_attention(query, key, value, mask, call.scale)

@@ -132,7 +132,7 @@ class FixedEntries:
     can hold. It has what `PaddedEntries` shows to those who attend.
 
     Attributes:
-        of: whose tables and index these are.
+        of: whose reader, rows, index and tables these are.
         capacity: slots of the layer.
         most: tokens to choose from once all slots are taken.
         slot: (1, 1, 1) int64, where the running step's token is stored.
@@ -145,32 +145,15 @@ class FixedEntries:
     def __init__(self, of: IndexedEntries, device: torch.device, capacity: int) -> None:
         self.of, self.capacity = of, capacity
         self.most = room = of.make_room(capacity)
+        assert isinstance(of.reader, RowsRead), "a static step was not allowed"
+        self.reader, self.rows = of.reader, of.rows
+        self.index, self.tables = of.index, of.tables or {}
         self.sizes = _numbers([of.reader], device)
         if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
             room = -(-room // self.sizes["page"].most) * self.sizes["page"].most
         self.tokens = PerRow.of([room], device)
         with torch.inference_mode(False):
             self.slot, self.at = torch.zeros_like(self.tokens.tensor), self.tokens.tensor - 1
-
-    @property
-    def reader(self) -> RowsRead:
-        """The reader with all its sizes."""
-        return self.of.reader  # type: ignore[return-value]
-
-    @property
-    def index(self) -> Tensor | None:
-        """The slots of the tokens, as of `IndexedEntries`."""
-        return self.of.index
-
-    @property
-    def tables(self) -> State:
-        """The reader's."""
-        return self.of.tables or {}
-
-    @property
-    def rows(self) -> slice:
-        """Which of the layer's batch entries: all."""
-        return self.of.rows
 
     def begin(self) -> None:
         """Copy the host's numbers to the device."""

@@ -183,11 +183,6 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         return [self] if self.ragged is None else self.ragged.buckets
 
     @property
-    def stores_in_use(self) -> list[SlotLayer]:
-        """The same; none before the first token."""
-        return self.stores if self.is_initialized else []
-
-    @property
     def keys(self) -> Tensor | None:
         """Keys, or codes, of all slots; None before the first token."""
         return self.slots.keys if self.is_initialized else None
@@ -260,13 +255,9 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
     def expect(self, tokens: int) -> None:
         """Say how many tokens will be decoded, and give back the memory that is not for them."""
         for store in self.stores:
-            store.expect_slots(store.slots.used + tokens)
-
-    def expect_slots(self, slots: int) -> None:
-        """Say how many slots will be in use, and give back the memory of the others."""
-        self._set_growth(replace(self.sizing.growth, expected=slots))
-        full = not self.appends and self.slots.used >= self.budget.min_budget
-        self.slots.trim(full=full)
+            used = store.slots.used
+            store._set_growth(replace(store.sizing.growth, expected=used + tokens))
+            store.slots.trim(full=not store.appends and used >= store.budget.min_budget)
 
     def _set_growth(self, growth: Growth) -> None:
         self.sizing = replace(self.sizing, growth=growth)

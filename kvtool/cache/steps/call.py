@@ -162,11 +162,6 @@ class Call:
         return self.query.shape[2]
 
     @property
-    def latent(self) -> bool:
-        """Whether keys are attended in another form than they are stored in."""
-        return self.key is not self.raw_key
-
-    @property
     def needs_weights(self) -> bool:
         """Whether no fused kernel can run this call."""
         eager = self.context.kernel == "eager"

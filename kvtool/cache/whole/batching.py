@@ -57,7 +57,7 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
         each.ungroup()
         each.static.forget()
     spreads = [each.budgets.spreads for each in (cache, *others)]
-    cache.budgets.reindex(_same)
+    cache.budgets.reindex(lambda tensor: tensor)
     known = [entry for own in spreads if own is not None for entry in own]
     cache.budgets.load(known if spreads[0] is not None else None)
     cache.remember(None)
@@ -122,10 +122,6 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     layer.expect(coming)
     for each in others:
         each.reset()  # so that no more than a layer is there twice
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _spread_over_heads(layer: SlotLayer) -> None:

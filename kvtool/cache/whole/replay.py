@@ -39,7 +39,7 @@ def replay(
         why = f"{name} goes by the model's logits"
     elif cache.policy.sees_hidden:
         why = f"{name} looks at hidden states"
-    elif call.latent:
+    elif call.key is not call.raw_key:
         why = "the model stores latents"
     if why is not None:
         raise KvtoolError(

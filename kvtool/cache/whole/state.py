@@ -430,7 +430,8 @@ class CacheState(Cache):
         Keys and values are not copied as long as new ones only come behind them; a policy that
         writes over a stored key copies its layer once. May be nested.
         """
-        stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
+        used = [layer for layer in self.slot_layers if layer.is_initialized]
+        stores = [store.slots for layer in used for store in layer.stores]
         before = self.copy_but([tensor for each in stores for tensor in each.stored.values()])
         for each in stores:
             each.share()
