@@ -26,51 +26,6 @@ from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, 
 from kvtool.sizes import fraction_of
 
 
-class TokenBudget:
-    """What a budget that is no share of the prompt means for a layer."""
-
-    def __init__(self, settings: CacheSettings) -> None:
-        self._settings = settings
-        self._known: dict[tuple[int, int, int], int] = {}
-
-    def of(self, layer: SlotLayer, length: int, new_tokens: int) -> int:
-        """Return tokens, or pairs that are read, per layer and KV head.
-
-        Args:
-            length: tokens of the longest entry at the prompt's end.
-        """
-        settings, budget = self._settings, self._settings.budget
-        assert budget is not None, "a policy without a budget asks for none"
-        if budget.tokens is not None:
-            return budget.tokens
-        assert budget.bytes is not None, "shares are asked for elsewhere"
-        key = (length, layer.batch_size, new_tokens)
-        if key not in self._known:
-            text = Text(length, new_tokens, layer.batch_size, settings.config.vocab_size)
-            size = layer.slots.form.sample[0].element_size()
-            shapes = [each and replace(each, itemsize=size) for each in settings.shapes]
-            self._known[key] = tokens_for_bytes(settings.policy, shapes, text, budget.bytes)
-        return self._known[key]
-
-
-class RaisedBudgets:
-    """The layers whose budgets have been raised for the running block."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # tokens seen at the end of the last block, by layer
-
-    def add(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
-        """Add the tokens of a block to what a layer may keep, once: see `StoredBudgets.assign`."""
-        end = layer.seen + q_len
-        if self._ends.get(layer.index) == end:
-            return  # raised before its forward, for a policy that frees slots there
-        self._ends[layer.index] = end
-        new = [q_len] * layer.batch_size
-        if positions is not None:
-            new = (positions >= 0).sum(1).tolist()
-        layer.set_budget(layer.budget.raised(new, layer.slots.device))
-
-
 class StoredBudgets:
     """The budget of a cache, in tokens of its layers and sequences.
 
@@ -84,7 +39,7 @@ class StoredBudgets:
     def __init__(self, layers: list[SlotLayer], settings: CacheSettings) -> None:
         policy, budget, plan = settings.policy, settings.budget, settings.plan
         self.policy, self.budget, self.settings = policy, budget, settings
-        self._in_tokens = TokenBudget(settings)
+        self._of_bytes: dict[tuple[int, int, int], int] = {}
         self.spreads: list[Spread] | None = None
         self.new_tokens = 0
         self._free = [layer for layer in layers if layer.window is None]
@@ -94,14 +49,14 @@ class StoredBudgets:
             self.traffic = TrafficBudgets(
                 policy, budget, plan, self._tokens, self._expected, self._free
             )
-        self._plan, self._planned = plan, plan is not None and not policy.budget_is_traffic
+        self._planned = plan is not None and not policy.budget_is_traffic
         if plan is not None and self._planned:
             self._split = PlannedSplit(plan)
         elif policy.allocator is not None and self._free:
             self._split = AllocatedSplit(policy, len(self._free))
         self._known: dict[tuple, list[int]] = {}
         self._counted: tuple[int, list[int]] | None = None
-        self._raised: RaisedBudgets | None = None
+        self._raised: dict[int, int] | None = None  # tokens seen at the last block, by layer
 
     @property
     def deferred(self) -> bool:
@@ -129,7 +84,7 @@ class StoredBudgets:
     @contextmanager
     def raising(self) -> Iterator[None]:
         """Let what is read inside stay whole, such as a question: budgets grow by its tokens."""
-        self._raised = RaisedBudgets()
+        self._raised = {}
         try:
             yield
         finally:
@@ -154,8 +109,8 @@ class StoredBudgets:
 
     def _expected(self) -> int:
         """Tokens to come; by default the plan's number."""
-        if self._plan is not None and self.new_tokens == 0:
-            return self._plan.target.max_new_tokens
+        if self.settings.plan is not None and self.new_tokens == 0:
+            return self.settings.plan.target.max_new_tokens
         return self.new_tokens
 
     def check(self, lengths: list[int]) -> None:
@@ -188,7 +143,7 @@ class StoredBudgets:
             lengths = lengths or self._count(layer, positions, q_len)
             self.traffic.end_prompt(lengths)
         if self._raised is not None and not self.policy.stores_all:
-            self._raised.add(layer, positions, q_len)
+            self._raise(self._raised, layer, positions, q_len)
             return
         if self.policy.budget_is_traffic:
             if self.policy.two_stages and self.traffic is not None:
@@ -226,7 +181,7 @@ class StoredBudgets:
         if self._raised is not None:
             places = None if valid is None else torch.where(valid, 0, -1)
             for layer in self._free:
-                self._raised.add(layer, places, q_len)
+                self._raise(self._raised, layer, places, q_len)
             return
         if lengths is None and (self._split is not None or self.budget.ratio is not None):
             before = first.seen if first.lengths is None else first.lengths
@@ -328,8 +283,32 @@ class StoredBudgets:
             raise UsageError(f"{self.budget} of {shortest} tokens: {error}") from None
         return [fraction_of(self.budget.ratio, n) for n in lengths]
 
+    def _raise(
+        self, ends: dict[int, int], layer: SlotLayer, positions: Tensor | None, q_len: int
+    ) -> None:
+        """Add the tokens of a block to what a layer may keep, once: see `assign`."""
+        end = layer.seen + q_len
+        if ends.get(layer.index) == end:
+            return  # raised before its forward, for a policy that frees slots there
+        ends[layer.index] = end
+        new = [q_len] * layer.batch_size
+        if positions is not None:
+            new = (positions >= 0).sum(1).tolist()
+        layer.set_budget(layer.budget.raised(new, layer.slots.device))
+
     def _tokens(self, layer: SlotLayer, length: int = 0) -> int:
-        return self._in_tokens.of(layer, length, self.new_tokens)
+        """Return tokens, or pairs that are read, per layer and KV head; no share is asked for."""
+        settings, budget, batch = self.settings, self.budget, layer.batch_size
+        assert budget is not None, "a policy without a budget asks for none"
+        if budget.bytes is None:
+            return budget.tokens or 0
+        key = (length, batch, self.new_tokens)
+        if key not in self._of_bytes:
+            text = Text(length, self.new_tokens, batch, settings.config.vocab_size)
+            size = layer.slots.form.sample[0].element_size()
+            shapes = [each and replace(each, itemsize=size) for each in settings.shapes]
+            self._of_bytes[key] = tokens_for_bytes(settings.policy, shapes, text, budget.bytes)
+        return self._of_bytes[key]
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
         """Tokens of each sequence at the end of the running block; a device sync with padding."""
