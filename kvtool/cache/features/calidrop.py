@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.evicted_attention import (
+from kvtool.cache.features.host import (
     NOTHING,
+    Chunk,
+    Store,
+    Tokens,
     attend_chunks,
     attend_tokens,
     join_token,
 )
-from kvtool.cache.features.host import Chunk, Store, Tokens
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import Correction, LayerSite, Part, tensor_bytes
 from kvtool.cache.slots.slot_form import take_stored

@@ -7,6 +7,7 @@ kvtool's own kernels, or the weights that a model's own eager attention has show
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -209,7 +210,7 @@ def _decode_ragged(
         own = slice(start, start + bucket.batch_size)
         start = own.stop
         all_keys, all_values = bucket.write_token(key[own], value[own])
-        there = None if placement is None else placement.of(lambda rows, own=own: rows[own])
+        there = None if placement is None else placement.of(partial(_entries, own))
         step = Call(
             query=query[own],
             key=all_keys,
@@ -234,6 +235,10 @@ def _decode_ragged(
     layer.read(read / len(ragged.order))
     out = ragged.put_back(torch.cat(outs)).flatten(1, 2)
     return AttendedToken(out, ragged.put_back(torch.cat(sums)).flatten(2, 3) if sums else None)
+
+
+def _entries(own: slice, rows: Tensor) -> Tensor:
+    return rows[own]
 
 
 def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
