@@ -114,38 +114,34 @@ def make_cache(
     block = parse_prefill(prefill)
     check_blocks(policy, block)
     hooks.attach(model)
-    split, rotations = policy.head_split, list[Rotation | None]()
+    split, layers, name = policy.head_split, attention_layers(config), policy.score.name
+    rotations: dict[int, Rotation | None] = {}
     centres: dict[int, QueryCentres] = {}
     if policy.score.positions == "cache":
-        rotations = find_rotations(model, attention_layers(config), "positions=cache")
+        found = find_rotations(model, layers, "positions=cache")
+        rotations = dict(zip(layers, found, strict=True))
     elif policy.moments is not None:
-        layers, asked = attention_layers(config), f"policy `{policy.score.name}`"
-        rotations = find_query_rotations(model, layers, asked)
+        found = find_query_rotations(model, layers, f"policy `{name}`")
+        rotations = dict(zip(layers, found, strict=True))
         if policy.moments.stats is not None:
-            rotated = dict(zip(layers, rotations, strict=True))
-            stats, name = policy.moments.stats, policy.score.name
-            centres = read_centres(stats, name, layer_shapes(model.config), rotated)
+            shapes = layer_shapes(model.config)
+            centres = read_centres(policy.moments.stats, name, shapes, rotations)
     if split is None or split.scores is None:
         head_ranks = None
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
-    projections = find_projections(model, policy) if policy.sees_projection else None
     looks = policy.sees_hidden or policy.repeats_by_output
-    shown = show_hidden(model, policy) if looks else None
-    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model), shown)
-    kernel = kernel_of(model)
-    return KVCache(
-        config,
-        policy,
-        request,
-        block,
-        kernel,
-        plan,
-        link=link,
+    link = ModelLink(
+        model=weakref.ref(model),
+        shards=shards_of(model),
+        head_ranks=head_ranks,
+        rope=length_rope(model),
+        hooks=show_hidden(model, policy) if looks else None,
         rotations=rotations,
         centres=centres,
-        projections=projections,
+        projections=find_projections(model, policy) if policy.sees_projection else {},
     )
+    return KVCache(config, policy, request, block, kernel_of(model), plan, link=link)
 
 
 def check_codec(model: PreTrainedModel, policy: Policy) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvtool.cache.features.table import features_of, make_parts
@@ -12,10 +9,9 @@ from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLaye
 from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.slots.part import LayerSite, refusal
 from kvtool.cache.steps.call import IMPLEMENTATION
+from kvtool.cache.whole.settings import ModelLink
 from kvtool.errors import KvtoolError
-from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, stores_latents
-from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import kv_sharing_layers, layer_types, stock_layers
@@ -64,22 +60,16 @@ def make_layers(
     config: PreTrainedConfig,
     policy: Policy,
     meter: ByteMeter,
-    rotations: Sequence[Rotation | None] = (),
-    centres: Mapping[int, QueryCentres] | None = None,
-    projections: Mapping[int, Callable[[], Tensor]] | None = None,
+    link: ModelLink,
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
     Args:
         meter: counts the bytes of all.
-        rotations: of each attention layer, where something rotates keys or queries.
-        centres: of the queries of layers by their index, where a file has them.
-        projections: the weight of each layer's output projection, by index, where a policy asks.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
     layers: list = []
-    slot_layers: list[SlotLayer] = []
     free: list[SlotLayer] = []
     for i, (kind, options) in enumerate(layer_types(config)):
         window = options.get("sliding_window")
@@ -87,11 +77,8 @@ def make_layers(
         if kind not in FREE + SLIDING:
             layers += stock_layers(kind, options)
             continue
-        rotation = rotations[len(slot_layers)] if rotations else None
-        centre = None if centres is None else centres.get(i)
-        projection = None if projections is None else projections.get(i)
-        site = LayerSite(own, i, rotation, projection, tuple(free), centre)
-        parts = make_parts(site)
+        of_model = link.rotations.get(i), link.projections.get(i), tuple(free), link.centres.get(i)
+        parts = make_parts(LayerSite(own, i, *of_model))
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)
@@ -99,7 +86,6 @@ def make_layers(
             made = ChunkedSlotLayer if kind == "chunked_attention" else SlotLayer
             layer = made(i, own, window, parts, meter, shown=shown)
         layers.append(layer)
-        slot_layers.append(layer)
         if window is None:
             free.append(layer)
     return layers

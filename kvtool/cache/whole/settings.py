@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -17,7 +17,9 @@ from kvtool.cache.steps.call import Placement, Unstored
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
+from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.numbers import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
@@ -71,7 +73,7 @@ def _nobody() -> None:
 
 @dataclass(frozen=True)
 class ModelLink:
-    """The model that a cache was built for.
+    """The model that a cache was built for, and what its policy has asked of it.
 
     Attributes:
         model: returns it, None once it is gone.
@@ -80,6 +82,10 @@ class ModelLink:
             text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
         hooks: show what enters its attention, as long as a cache holds them; None: not asked for.
+        rotations: of keys and queries, by layer.
+        centres: of queries, from a file, by layer.
+        projections: return the weight of the output projection, (hidden_size, heads * value_dim),
+            by layer.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
@@ -87,6 +93,9 @@ class ModelLink:
     head_ranks: Tensor | None = None
     rope: LengthRope | None = None
     hooks: object = None
+    rotations: Mapping[int, Rotation | None] = field(default_factory=dict)
+    centres: Mapping[int, QueryCentres] = field(default_factory=dict)
+    projections: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> ModelLink:
         return self  # never changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -34,8 +34,6 @@ from kvtool.cache.whole.settings import (
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.maths.rotation import Rotation
-from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy, reads_whole
 from kvtool.sizes import Budget
 
@@ -70,20 +68,17 @@ class CacheState(Cache):
         plan: PlanDocument | None = None,
         *,
         link: ModelLink | None = None,
-        rotations: Sequence[Rotation | None] = (),
-        centres: Mapping[int, QueryCentres] | None = None,
-        projections: Mapping[int, Callable[[], Tensor]] | None = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations, centres, projections)
+        self.link = link or ModelLink()
+        layers = make_layers(config, policy, self.meter, self.link)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
         self.recurrent = any(recurrent)
         slots = [isinstance(layer, SlotLayer) for layer in layers]
         self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
-        self.link = link or ModelLink()
         block = None if reads_whole(policy, planned=plan is not None) else block
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
         self.budgets = StoredBudgets(self.slot_layers, self.settings)
