@@ -27,15 +27,12 @@ def check_layers(config: PreTrainedConfig) -> None:
     kinds = [kind for kind, _ in layer_types(config)]
     known = set(FREE + SLIDING)
     stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
-    for kind in kinds:
-        if kind not in known | stock:
-            raise KvtoolError(
-                f"`{config.model_type}` has `{kind}` layers, whose cache cannot be compressed here"
-            )
-    if not known & set(kinds):
-        raise KvtoolError(
-            f"`{config.model_type}` has no attention layers, so there is no cache to compress"
-        )
+    odd = [kind for kind in kinds if kind not in known | stock]
+    if odd or not known & set(kinds):
+        why = "no attention layers, so there is no cache to compress"
+        if odd:
+            why = f"`{odd[0]}` layers, whose cache cannot be compressed here"
+        raise KvtoolError(f"`{config.model_type}` has {why}")
 
 
 def why_not(policy: Policy, what: str, model: str = "") -> str | None:
