@@ -197,21 +197,6 @@ class OwnBlock:
 
     call: Call
 
-    @property
-    def positions(self) -> Tensor | None:
-        """(batch, q_len), -1 = padding; None: nothing is padded."""
-        return self.call.positions
-
-    @property
-    def value(self) -> Tensor:
-        """Values as they are attended, (batch, heads of the attention, slots, value_dim)."""
-        return self.call.value
-
-    @property
-    def raw(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are stored, (batch, kv_heads, slots, dim)."""
-        return self.call.raw_key, self.call.raw_value
-
     def placed(self, layer: SlotLayer, block: Block) -> OwnBlock:
         """The same with keys and queries at their places among the kept tokens."""
         call = self.call
