@@ -224,11 +224,6 @@ class SlotMemory:
         return sum(t.shape[-1] * t.element_size() for t in self.stored.values())
 
     @property
-    def full_token_bytes(self) -> int:
-        """The same in the dtype of the model."""
-        return self.form.full_token_bytes
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of positions, of the policy's numbers and of what the form holds of the text."""
         held = (self.positions, *self.state.values())

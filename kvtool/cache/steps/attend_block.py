@@ -38,7 +38,8 @@ from kvtool.maths.statistics import add_causal_columns
 from kvtool.policies.evidence import AttentionRows
 from kvtool.sizes import LONG_PROMPT
 
-_ROWS_AT_ONCE = 128  # queries whose weights are held at a time
+_EXPLICIT_ROWS = 128  # queries whose weights are held at a time
+_MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
 
 
 def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
@@ -66,8 +67,8 @@ def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
     if weights is None:
         return _rows_of(layer, call, query, new, visible(new, spans=spans))
     votes = []
-    for start in range(0, new.shape[1], _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
+    for start in range(0, new.shape[1], _EXPLICIT_ROWS):
+        part = slice(start, start + _EXPLICIT_ROWS)
         own = None if spans is None else spans[:, part]
         seen = visible(new[:, part], spans=own)
         rows = _rows_of(layer, call, query[:, :, part], new[:, part], seen)
@@ -185,10 +186,6 @@ def _token_columns(new: Tensor) -> list[slice]:
     valid = new >= 0
     first, count = valid.int().argmax(1).tolist(), valid.sum(1).tolist()
     return [slice(start, start + held) for start, held in zip(first, count, strict=True)]
-
-
-_EXPLICIT_ROWS = 128  # queries whose weights are held at a time
-_MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ def make_report(
         sum(int(filled[each.index].sum()) * each.slots.token_bytes for each in used),
         allocated,
         sum(store.state_bytes for store in stores) + beside + extra,
-        sum(full[each.index] * each.slots.full_token_bytes for each in used),
+        sum(full[each.index] * each.slots.form.full_token_bytes for each in used),
         max(peak, allocated),
         sum(part.store.host_bytes for part in aside if part is not None),
         round(sum(bytes_read(each) for each in used)),
