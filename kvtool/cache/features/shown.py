@@ -108,11 +108,7 @@ def write(slots: SlotBuffers, numbers: State) -> None:
 
 
 class Projection(Part):
-    """Where a layer finds the weight of its output projection, which stays the model's.
-
-    Attributes:
-        weight: returns it, (hidden_size, heads * value_dim); None: no model is known.
-    """
+    """Where a layer finds the `weight` of its output projection, (hidden_size, heads * dim)."""
 
     name = "projection"
     joins_decode = False
@@ -165,11 +161,10 @@ class Parents(Part):
         return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
 
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
-        """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).
+        """Which slots hold tokens that the layer above keeps: bool (batch, 1, slots).
 
         Args:
-            positions: (batch, kv_heads, slots).
-            seen: tokens seen, padding included.
+            positions: (batch, kv_heads, slots), of `seen` tokens, padding included.
         """
         if self.above is None:
             return None

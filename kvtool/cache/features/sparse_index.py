@@ -1,8 +1,7 @@
 """A layer with a reader, and its decode step: note the token, choose, gather, attend.
 
-Nothing but the reader's estimate grows with what is stored. Batch entries of different
-lengths are read together, where the reader can; each has its own pages, counted from its own
-first token.
+Nothing but the reader's estimate grows with what is stored. Batch entries of different lengths are
+read together, where the reader can; each has pages of its own.
 """
 
 from __future__ import annotations
@@ -232,11 +231,7 @@ def _entries(
 
 
 def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> Tensor:
-    """Attend to what the reader chooses, for one new token that the layer has taken in.
-
-    Returns:
-        (batch, heads, 1, value_dim).
-    """
+    """Attend to what the reader chooses, for one new token: (batch, heads, 1, value_dim)."""
     out, read, slots = [], 0, layer.slots
     chosen: list[Tensor | None] = []
     for each in entries:
@@ -281,11 +276,7 @@ class _Chosen:
 def _attend(
     entries: Entries | FixedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor | None]:
-    """Attend to what is chosen.
-
-    Returns:
-        (rows, heads, 1, value_dim), how many numbers that reads, and the slots, -1 for none.
-    """
+    """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none."""
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
     if isinstance(entries, IndexedEntries):

@@ -63,11 +63,7 @@ class IndexedEntries:
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables, if not all tokens fit into the budget.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
+        """Make the tables of the layer's buffers, if not all tokens fit into the budget."""
         if self.dense:
             return
         with torch.inference_mode(False):
@@ -82,11 +78,7 @@ class IndexedEntries:
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token behind the stored ones.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
+        """Take in the token behind the stored ones, of the layer's buffers."""
         slot, at = self.stored, self.tokens
         if self.capacity != keys.shape[2]:
             self.make_room(keys.shape[2])
@@ -128,8 +120,7 @@ class IndexedEntries:
 class FixedEntries:
     """`IndexedEntries` in steps that change nothing but contents of tensors.
 
-    How many tokens there are is known on the device alone; shapes follow from how many the buffers
-    can hold. It has what `PaddedEntries` shows to those who attend.
+    How many tokens there are is known on the device alone; shapes follow from the buffers.
 
     Attributes:
         of: whose reader, rows, index and tables these are.

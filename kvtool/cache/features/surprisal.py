@@ -1,9 +1,8 @@
 """The surprisal of every kept token, one number for all layers, and the cuts that use it.
 
 Layers of free budget hold the same tokens in the same slots, so one table serves them all. Before a
-forward `begin_forward` cuts every layer, so that the new tokens fit; after it `end_forward` reads
-the logits, which say how unexpected the forward's tokens were. The logits of the last token stay
-until the next token is known, whose surprisal they give.
+forward every layer is cut, so that the new tokens fit. After it the logits say how unexpected they
+were; those of the last token stay until the next token is known.
 """
 
 from __future__ import annotations

@@ -193,8 +193,7 @@ class StoredBudgets:
     def prompt_budgets(self, lengths: list[int]) -> list[int] | None:
         """Tokens that each entry may keep, where layers have equal budgets.
 
-        None without a budget, or for one in bytes before anything is stored. Where every layer has
-        a window of its own, nothing is cut by a budget.
+        None without a budget, or for one in bytes before anything is stored.
         """
         if not self._free:
             return list(lengths)
@@ -204,11 +203,7 @@ class StoredBudgets:
         return self._ratios(lengths) or [self._tokens(first)] * len(lengths)
 
     def assign_deferred(self, lengths: list[int]) -> list[SlotLayer]:
-        """Split the budget by what all layers have shown, and return them: they are to be cut.
-
-        Args:
-            lengths: tokens that each entry has seen.
-        """
+        """Split the budget by what all layers have shown, and return them: they are to be cut."""
         layers = self.waiting
         device = layers[0].slots.device  # layers may be on several
         found = [measure(layer).to(device) for layer in layers]

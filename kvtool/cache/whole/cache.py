@@ -1,8 +1,4 @@
-"""The cache that transformers holds: what it does with forwards, prompts and steps.
-
-It prints a short description of itself. A cache whose policy repeats the prompt takes further
-forwards that are not stored, and cuts after them.
-"""
+"""The cache that transformers holds: what it does with forwards, prompts and steps."""
 
 from __future__ import annotations
 
@@ -207,11 +203,7 @@ class KVCache(InWords, CacheState):
         return self.linear
 
     def end_forward(self, ids: Tensor | None = None) -> None:
-        """Note that a forward has run through all layers.
-
-        Args:
-            ids: (batch, q_len) its tokens; None: unknown.
-        """
+        """Note that a forward has run through all layers; `ids`: (batch, q_len), None: unknown."""
         self.changing = False
         if ids is None or torch.compiler.is_compiling():
             return
@@ -229,14 +221,7 @@ class KVCache(InWords, CacheState):
         self.changing = True
 
     def place_forward(self, given: Mapping[str, Any]) -> Tensor:
-        """Number the tokens of a forward by their places in the cache.
-
-        Args:
-            given: the forward's arguments by name.
-
-        Returns:
-            Position ids for the model, (batch, q_len).
-        """
+        """Number the tokens of a forward by their places: position ids, (batch, q_len)."""
         placement, position_ids = place_forward(self.first_layer, given)
         self.running.place(placement)
         return position_ids
@@ -274,9 +259,6 @@ class KVCache(InWords, CacheState):
         Args:
             query_heads: of the layer, in this process.
             positions: (batch, q_len), -1 = padding; None: no padding.
-
-        Raises:
-            KvtoolError: what is cached is not split over processes like the query heads.
         """
         for own in self.parts.values():
             own.begin_block(layer)
