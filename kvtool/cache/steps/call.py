@@ -55,10 +55,6 @@ class Placement:
     start: Count
     end: int
 
-    def follows(self, layer: SlotLayer) -> bool:
-        """Whether the forward is the one that comes next to a layer."""
-        return layer.seen_device is not None or self.seen == layer.seen
-
     def after(self, tokens: int) -> Placement:
         """The same for the new tokens without the first ones."""
         return replace(self, start=self.start + tokens)

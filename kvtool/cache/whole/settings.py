@@ -211,7 +211,8 @@ class ForwardState:
 
     def check_placed(self, layer: SlotLayer) -> None:
         """Refuse a forward that has placed no tokens, over a layer that places them anew."""
-        if self.placement is None or not self.placement.follows(layer):
+        placed = self.placement
+        if placed is None or (layer.seen_device is None and placed.seen != layer.seen):
             raise KvtoolError(
                 f"`{layer.policy}` numbers tokens by their place in the cache, "
                 "and this forward has not asked for it",
