@@ -126,7 +126,7 @@ def sum_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     """
     out, lse = attend_with_norms(layer, call, block)
     if call.context.norms is not None:
-        call.context.norms.note(lse)
+        call.context.norms.append(lse)
     batch, kv_heads, slots = call.key.shape[:3]
     sums = {name: block.state[name] for name in layer.policy.columns}
     waiting, by_head = block.waiting, None

@@ -4,8 +4,6 @@ Transformers calls `Cache.update` and then the attention function, in the same f
 and passes nothing from the first to the second. So `update` leaves a pending step in its thread,
 and the attention function takes it. The mask function finds its layer in the same way, set by
 `get_mask_sizes`, which runs right before it.
-
-A measurement that sums the weights of a prompt's rows finds here the divisors of their softmax.
 """
 
 from __future__ import annotations
@@ -23,21 +21,6 @@ from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.errors import KvtoolError
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count
-
-
-class RowNorms:
-    """The log-sum-exp of the rows of a block, where the kernel that attended it returns it.
-
-    Attributes:
-        lse: (batch, heads, q_len) float32; None: not returned.
-    """
-
-    def __init__(self) -> None:
-        self.lse: Tensor | None = None
-
-    def note(self, lse: Tensor) -> None:
-        """Keep the log-sum-exp of the block that has been attended."""
-        self.lse = lse
 
 
 @dataclass(frozen=True)
@@ -84,8 +67,8 @@ class StepContext:
         group: the layers that this one decides with; None: it decides alone.
         notify: whether the cache wants to know when the step has run.
         shares_kv: whether later layers read the keys and values of this one.
-        norms: takes the log-sum-exp of a whole prompt's rows, where a kernel can return them; None:
-            not asked for.
+        norms: takes the log-sum-exp of a whole prompt's rows, (batch, heads, q_len) float32, where
+            a kernel can return it; None: not asked for.
         unstored: attends tokens that are not stored; None: they are.
         hidden: (batch, q_len, hidden_size), what has entered the attention; None: not asked for.
     """
@@ -97,7 +80,7 @@ class StepContext:
     group: LayerGroup | None = None
     notify: bool = True
     shares_kv: bool = False
-    norms: RowNorms | None = None
+    norms: list[Tensor] | None = None
     unstored: Unstored | None = None
     hidden: Tensor | None = None
 

@@ -19,7 +19,6 @@ from kvtool.cache.steps.call import (
     Call,
     MaskTarget,
     PendingStep,
-    RowNorms,
     StepContext,
     Unstored,
     check_attended,
@@ -163,7 +162,7 @@ class KVCache(InWords, CacheState):
                 last=running.last_block,
                 placement=placement,
                 shares_kv=shares_kv,
-                norms=RowNorms() if watcher is not None and watcher.norms else None,
+                norms=[] if watcher is not None and watcher.norms else None,
                 hidden=hidden,
             )
         else:
