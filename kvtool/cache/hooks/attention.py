@@ -177,7 +177,7 @@ def kvtool_attention(
             else mask[:, 0, :, 0].to(query.device),
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
             softcap=softcap,
-            sinks=s_aux,
+            sinks=None if s_aux is None else s_aux.view(key.shape[1], -1),
             spans=None if mask is None or mask_columns < 2 else mask[:, 0, :, -2:].to(query.device),
             context=context,
             mask=mask if theirs else None,

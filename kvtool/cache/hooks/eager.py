@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
-from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
+from kvtool.cache.steps.call import AttendedToken, take_pending
 from kvtool.cache.steps.masked import as_bias, check_order, check_shape
 from kvtool.cache.steps.step import end_token, run_block
 from kvtool.cache.steps.view import (
@@ -165,7 +165,8 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         end_token(layer, token, step.raw_value, step.context.group)
         return
     cache.begin_block(layer, weights.shape[1], masked.positions, weights.shape[3])
-    run_block(layer, SeenBlock(step, weights, masked, output[0]), weights.shape[3])
+    seen, raw = SeenBlock(weights, masked.visible, output[0]), (step.raw_key, step.raw_value)
+    run_block(layer, seen, masked.positions, raw, step.raw_value, weights.shape[3])
     cache.end_block(layer)
 
 
@@ -186,31 +187,14 @@ class SeenBlock:
     """A block that the model's own eager attention has attended.
 
     Attributes:
-        step: what the cache has taken in.
         weights: (batch, heads, 1, q_len, keys) float32.
-        masked: what they were masked by.
+        visible: as of `Masked`.
         out: what the module returned.
     """
 
-    step: PendingStep
     weights: Tensor
-    masked: Masked
+    visible: Tensor
     out: Tensor
-
-    @property
-    def positions(self) -> Tensor | None:
-        """(batch, q_len), -1 = padding; None: nothing is padded."""
-        return self.masked.positions
-
-    @property
-    def value(self) -> Tensor:
-        """Values as they are attended."""
-        return self.step.raw_value
-
-    @property
-    def raw(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are stored."""
-        return self.step.raw_key, self.step.raw_value
 
     def placed(self, layer: SlotLayer, block: Block) -> SeenBlock:
         """The same: such models place their keys themselves."""
@@ -221,7 +205,7 @@ class SeenBlock:
         if observed:
             watch = RowWatcher(layer, block)
             valid = block.new >= 0 if layer.padded else None
-            watch.see(make_rows(layer, self.weights, self.masked.visible[:, :, 0], valid))
+            watch.see(make_rows(layer, self.weights, self.visible[:, :, 0], valid))
             watch.end()
         return self.out
 
