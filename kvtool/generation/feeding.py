@@ -97,16 +97,7 @@ def prefill(
 def _blocks(
     cache: KVCache, input_ids: Tensor, mask: Tensor | None, counts: list[int], lengths: list[int]
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Cut a prompt into blocks, whose sizes are asked for once the block before has run.
-
-    Args:
-        mask: (batch, n) bool, False = padding, behind the tokens where there are several blocks.
-        counts: tokens of each sequence.
-        lengths: tokens that each sequence will have seen at the prompt's end.
-
-    Yields:
-        (batch, columns) token ids, and which of them are tokens; None: all.
-    """
+    """Cut a prompt into blocks, whose sizes are asked for once the block before has run."""
     batch, width = input_ids.shape
     fed = [0] * batch
     while fed != counts:

@@ -92,10 +92,7 @@ def token_scores(
 
 
 def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target, and the most likely token, on the CPU.
-
-    It is NaN where the logits are broken.
-    """
+    """Return the log-probability of each target, and the most likely token, on the CPU."""
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     logprobs = chosen.float() - logits.float().logsumexp(-1)
     logprobs = logprobs.masked_fill(broken_entries(logits), float("nan"))

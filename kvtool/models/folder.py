@@ -169,10 +169,7 @@ def _read_shards(index: Path) -> list[str]:
 
 
 def _check_inside(index: Path, shard: str) -> None:
-    """Refuse a weight file that an index places outside of its folder.
-
-    In the hub's cache a file of a snapshot is a link into the `blobs` of the same model.
-    """
+    """Refuse a weight file that an index places outside of its folder."""
     folder = index.parent.resolve()
     places = [folder]
     if folder.parent.name == "snapshots":
@@ -383,14 +380,7 @@ def check_hub_data(name: str) -> None:
 
 
 def _ask_hub(place: str, file: str, away: Unreachable, **where: Any) -> Exception | None:
-    """Ask for a file unless the hub's cache has it; a hub that is unwell is left to transformers.
-
-    Args:
-        away: raised where there is no answer.
-
-    Returns:
-        What the hub says where it has no such repository, or not for everybody.
-    """
+    """Ask for a file unless the hub's cache has it; return what the hub refuses."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:

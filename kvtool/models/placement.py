@@ -65,13 +65,7 @@ def _has_no_cuda() -> bool:
 
 
 def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) -> None:
-    """Refuse what is no device, and one that this machine does not have.
-
-    Args:
-        flag: where it was given.
-        wrong: what is wrong with it.
-        besides: what else could be given.
-    """
+    """Refuse what is no device, and one that this machine does not have."""
     import torch
 
     try:
@@ -184,10 +178,7 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
 
 
 def _free_ram() -> int | None:
-    """Return the memory that a process may still take: the machine's, or its container's if less.
-
-    What only caches files counts as free.
-    """
+    """Return the memory that a process may still take; what only caches files is free."""
     found = [_of_machine(), _of_group(_GROUP, "memory.max", "memory.current", "inactive_file")]
     names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     found.append(_of_group(_GROUP_OLD, *names))

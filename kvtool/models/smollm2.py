@@ -127,11 +127,7 @@ def _hash(file: Path) -> str:
 
 
 def _is_whole(folder: Path, source: Path | None) -> bool:
-    """Return whether a folder is as it was made, from this file of the package.
-
-    Args:
-        source: None: the package is gone, and only the folder is checked.
-    """
+    """Return whether a folder is as it was made, from this file of the package."""
     try:
         seal = json.loads((folder / _SEAL).read_bytes())
         files = seal["files"]

@@ -204,12 +204,7 @@ def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
 def _check_filled(
     file: FileTensors, layer: SlotLayer, name: str, positions: Tensor, most: Tensor, uneven: bool
 ) -> None:
-    """Check how many slots are filled.
-
-    Args:
-        most: tokens that each head may keep, (batch or 1, heads or 1).
-        uneven: whether sequences or heads may hold different counts.
-    """
+    """Check how many slots are filled."""
     when, filled = layer.policy.when, (positions >= 0).sum(-1)
     if when == "always" and (filled >= most + layer.policy.spare).any():
         raise file.bad(name, "holds more tokens than its budget")

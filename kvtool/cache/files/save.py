@@ -71,11 +71,7 @@ def save_cache(
 def _metadata(
     cache: KVCache, model: PreTrainedModel, model_name: str | None, *, with_text: bool
 ) -> dict[str, str]:
-    """Describe a cache and the model that filled it.
-
-    Args:
-        with_text: whether the file holds the text of the cache.
-    """
+    """Describe a cache and the model that filled it."""
     block = cache.settings.block
     metadata = {
         "kind": KIND,

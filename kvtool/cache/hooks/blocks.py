@@ -55,11 +55,7 @@ class Block:
     """
 
     def __init__(self, model: PreTrainedModel, maker: CacheMaker, frame: FrameType) -> None:
-        """Open a block in the running context.
-
-        Args:
-            frame: of the generator that a `with` statement has entered.
-        """
+        """Open a block in the running context."""
         self.maker, self.thread, self.open = maker, threading.get_ident(), True
         self.model = weakref.ref(model)
         frame, here = _owner(frame), _HERE.get()

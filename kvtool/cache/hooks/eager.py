@@ -109,11 +109,7 @@ def _callers_mask(layer: SlotLayer, mask: Tensor, hidden: Tensor, heads: int) ->
 def _new_positions(
     layer: SlotLayer, mask: Tensor | None, q_len: int, decoding: bool
 ) -> Tensor | None:
-    """Positions of the new tokens, None where no sequence is padded.
-
-    They follow from the model's own mask: its last query sees every new token that is not padding.
-    In a static step no sequence is padded, and the mask says nothing.
-    """
+    """Positions of the new tokens, None where no sequence is padded."""
     if mask is None or layer.seen_device is not None or (decoding and not layer.padded):
         return None
     valid = mask[:, 0, -1, -q_len:]

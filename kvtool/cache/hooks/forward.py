@@ -245,11 +245,7 @@ def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _unused() -> UsageError:
-    """The refusal of a cache that is not to be used.
-
-    Transformers' `generate` then feeds the whole text at every step, and the cache takes it in
-    again and again.
-    """
+    """The refusal of a cache that is not to be used."""
     return UsageError(
         "use_cache=False says that no cache is used, and a kvtool cache is passed along",
         hint=f"pass use_cache=True, or no {cache_argument()} "

@@ -85,11 +85,7 @@ def read_mask(cache: KVCache, given: Mapping[str, Any], mask: object) -> bool:
 
 
 def _check_policy(cache: KVCache, what: str) -> None:
-    """Refuse a policy that could not do what a mask says.
-
-    Raises:
-        KvtoolError: one that evicts, or reads a part of what it keeps.
-    """
+    """Refuse a policy that could not do what a mask says."""
     if cache.policy.attends_all:
         return
     does = "reads a part of them" if cache.policy.stores_all else "evicts some"

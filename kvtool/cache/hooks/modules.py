@@ -205,11 +205,7 @@ def _ask_projections(model: PreTrainedModel) -> dict[int, LinearWeight | str]:
 
 
 def _read(module: Any, width: int) -> LinearWeight | str:
-    """Return the weight of a module that takes the output of all heads, or what is wrong with it.
-
-    Args:
-        width: numbers that it takes of a token.
-    """
+    """Return the weight of a module that takes the output of all heads, or what is wrong."""
     kind = type(module).__name__
     if type(module) not in (nn.Linear, Conv1D):
         return f"projects the output of its heads by a `{kind}`, which is no plain linear layer"

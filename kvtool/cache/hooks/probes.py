@@ -77,12 +77,7 @@ def find_query_rotations(
 def _ask_rotations(
     model: PreTrainedModel, layers: list[int], asked: str, *, added: bool = False
 ) -> list[Rotation | None]:
-    """Find the rotations.
-
-    Args:
-        asked: what they are asked for, in an error's words.
-        added: whether positions that are added to what a layer reads are none of its concern.
-    """
+    """Find the rotations."""
     try:
         _check(model)
         step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
@@ -132,10 +127,7 @@ def _rotates(buffer: str) -> bool:
 
 @torch.no_grad()
 def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
-    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim).
-
-    A token alone attends to itself, so that only its position can make its keys differ.
-    """
+    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim)."""
     token = torch.full((2, 1), _text(model).vocab_size // 2, device=model.device)
     places = torch.tensor([[_PLACE], [_PLACE + step]], device=model.device)
     cache = DynamicCache(config=model.config)
