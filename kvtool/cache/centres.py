@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.heads import read_heads
+from kvtool.cache.files.tensor_file import read_heads
 from kvtool.errors import UsageError
 from kvtool.maths.pairs import pair_count
 from kvtool.maths.rotation import Rotation

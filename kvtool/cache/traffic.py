@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvtool.cache.files.heads import read_heads
+from kvtool.cache.files.tensor_file import read_heads
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError

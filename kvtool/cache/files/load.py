@@ -15,7 +15,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.build import make_cache
 from kvtool.cache.cache import KVCache
-from kvtool.cache.files.checks import check_ranks, check_tensors
+from kvtool.cache.files.checks import check_ranks, check_tensors, read_rope
 from kvtool.cache.files.format import (
     bad_file,
     check_metadata,
@@ -23,7 +23,6 @@ from kvtool.cache.files.format import (
     has_weights,
     read_file,
 )
-from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.files.tensor_file import digest_of
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.slots.buffers import Slots
