@@ -11,9 +11,9 @@ __version__ = VERSION
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
-    "build_cache": "kvtool.cache.build",
-    "attach": "kvtool.cache.compressed",
-    "compressed": "kvtool.cache.compressed",
+    "build_cache": "kvtool.cache.entry.build",
+    "attach": "kvtool.cache.entry.build",
+    "compressed": "kvtool.cache.entry.build",
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",

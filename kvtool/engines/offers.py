@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.messages import Message
 from kvtool.documents.turns import UserTurn
 from kvtool.engines.requests import Ask, Refused

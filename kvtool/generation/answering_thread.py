@@ -1,7 +1,8 @@
 """Answer requests that come in while others run: one thread reads prompts and draws tokens.
 
-Requests whose caches can be joined share a batch (`kvtool.cache.batching`), the others take a step
-each in turn. Between two steps one prompt is read, so that a long queue does not hold up answers.
+Requests whose caches can be joined share a batch (`kvtool.cache.whole.batching`), the others take
+a step each in turn. Between two steps one prompt is read, so that a long queue does not hold up
+answers.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.batching import take_entry, why_apart
-from kvtool.cache.cache import KVCache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.batching import take_entry, why_apart
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import UsageError
 from kvtool.generation.broken_numbers import check_logits, explaining
 from kvtool.generation.compiled import CompiledDecoding, CompileReport, pays

@@ -19,7 +19,7 @@ from transformers import (
     TextStreamer,
 )
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.generation.broken_numbers import broken_entries, explain, explaining
 from kvtool.generation.feeding import decode_step
 from kvtool.generation.model_settings import end_tokens

@@ -14,15 +14,15 @@ from functools import partial
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.cache import KVCache
+from kvtool.cache.entry.build import build_cache
 from kvtool.cache.features.cache_part import CachePart
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.hooks.attachment import attachment
-from kvtool.cache.replay import replay
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.replay import replay
 from kvtool.generation.feeding import feed, prefill
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
 from kvtool.model_shape import stores_latents

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvtool
-from kvtool.cache.files.tensor_file import digest_of
+from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.generation import decode_step, prefill
 from tests.models_for_tests import peaky_model, random_ids
 

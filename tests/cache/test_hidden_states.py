@@ -10,7 +10,7 @@ import torch
 
 import kvtool
 from kvtool import KvtoolError, PolicyError
-from kvtool.cache.replay import replay
+from kvtool.cache.whole.replay import replay
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from kvtool.generation.shared_prefill import can_share

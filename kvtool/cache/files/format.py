@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
+from kvtool.cache.tensor_files.tensor_file import DamagedFile, TensorFile
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.sizes import MOST_TOKENS
 from kvtool.weights_hash import weights_hash

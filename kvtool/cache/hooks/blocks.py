@@ -18,8 +18,8 @@ from types import FrameType
 
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.settings import CacheSettings
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
 from kvtool.cache.hooks.same_cache import holding
 from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.transformers_versions import given_cache, with_cache

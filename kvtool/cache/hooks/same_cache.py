@@ -19,8 +19,8 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import given_cache, returned_cache
 

@@ -40,7 +40,7 @@ def digest(value: Any) -> str:
 
 def model_digest(loaded: Loaded) -> str:
     """Hash what of a model decides on its answers: all weights, configuration, tokenizer, dtype."""
-    from kvtool.cache.build import kernel_of
+    from kvtool.cache.entry.build import kernel_of
     from kvtool.evaluation.run.environment import text_hash
     from kvtool.weights_hash import weights_hash
 
