@@ -224,8 +224,6 @@ def feed_prompt(
         BrokenNumbers: the logits are not finite.
     """
     known = cache.input_ids
-    if prompt_ids is not None and prompt_ids.shape[1] == 0:
-        raise UsageError("the prompt is empty")
     start = time.perf_counter()
     if known is None:
         if prompt_ids is None:

@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.errors import UsageError
 from kvtool.generation.broken_numbers import broken_entries, check_logits, explain, explaining
 from kvtool.generation.feeding import decode_step, forward
 
@@ -62,11 +61,8 @@ def token_scores(
         CPU; (1, n - 1) without `first_logits`.
 
     Raises:
-        UsageError: `chunk` below 1.
         BrokenNumbers: logits are not finite.
     """
-    if chunk < 1:
-        raise UsageError(f"chunk must be 1 or more, got {chunk}")
     input_ids = input_ids.to(model.device)
     scored = []
     if first_logits is not None:

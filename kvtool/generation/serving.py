@@ -188,8 +188,7 @@ def serve(
             served.read(time.perf_counter() - begun)
             sequences = [begin(model, tokenizer, prompt, drawing) for prompt in coming]
             batch = join(batch, sequences, caches, firsts)
-        if batch is None:
-            raise RuntimeError("there is room for a prompt where none runs")
+        assert batch is not None, "there is room for a prompt where none runs"
         if stop_when is not None and stop_when():
             return
         ended = step_all(model, batch.sequences, batch.logits)

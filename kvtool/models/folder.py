@@ -160,12 +160,10 @@ def _check_weights(name: str, folder: Path) -> None:
 
 def _read_shards(index: Path) -> list[str]:
     try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        shards = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({PurePath(shard).as_posix() for shard in shards})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"`{index}` is not an index of weight files") from None
-    if not all(isinstance(shard, str) for shard in shards):
-        raise UsageError(f"`{index}` is not an index of weight files")
-    return sorted(shards)
 
 
 def _check_inside(index: Path, shard: str) -> None:

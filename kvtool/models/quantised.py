@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.errors import UsageError
 from kvtool.extras import require
+from kvtool.lazy_torch import torch
 from kvtool.model_shape import stored_dtype
 from kvtool.models.folder import Source
 from kvtool.planning.parameters import Bits, Matrix, is_quantised, stored_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
 
 _KINDS = ("cpu", "cuda", "xpu")  # of devices that bitsandbytes runs on
 
@@ -74,7 +71,6 @@ def loading_options(
     """
     if bits is None:
         return {"device_map": {"": device}} if _by_bitsandbytes(config) else {}
-    import torch
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every product
@@ -101,15 +97,14 @@ def checkpoint_bytes(source: Source) -> int | None:
     return stored_bytes(Path(source.place)) if source.is_here else None
 
 
-def linear_layers(model: nn.Module) -> list[Matrix]:
+def linear_layers(model: torch.nn.Module) -> list[Matrix]:
     """Return the layers of a model that bitsandbytes stores in fewer bits: all but the head."""
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()  # type: ignore[operator]
     found = []
     for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D) and module is not head:
+        if type(module) in (torch.nn.Linear, Conv1D) and module is not head:
             rows, columns = module.weight.shape  # type: ignore[misc]
             found.append(Matrix(rows, columns))
     return found

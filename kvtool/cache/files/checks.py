@@ -194,12 +194,9 @@ def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
     """Take the budget of each sequence, or of all of them: (batch or 1,)."""
     found = file.left.get(name)
     rows = file.batch if found is not None and found.numel() > 1 else 1
-    budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
-    if layer.window is not None and (budget != layer.window - 1).any():
-        raise file.bad(name, "is not the width of the layer's window")
-    if layer.policy.when != "never" and layer.window is None and (budget < 1).any():
-        raise file.bad(name, "keeps no token")
-    return budget
+    if layer.window is not None:
+        return file.take(name, (rows,), torch.int64, layer.window - 1, layer.window - 1)
+    return file.take(name, (rows,), torch.int64, int(layer.policy.when != "never"), MOST_TOKENS)
 
 
 def _check_filled(
@@ -300,14 +297,11 @@ def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedMode
     Raises:
         KvtoolError: they are missing, of another shape, or no ranks.
     """
-    ranks = tensors.get("head_ranks")
+    ranks = tensors.get("head_ranks", torch.zeros(0))
     shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
-    if ranks is None or ranks.dtype != torch.int64:
-        raise bad_file(path, "`head_ranks` are missing or no whole numbers")
-    wanted = (len(shapes), shapes[0].kv_heads)
-    if tuple(ranks.shape) != wanted:
-        raise bad_file(path, f"`head_ranks` are {list(ranks.shape)}, not {list(wanted)}")
-    if not torch.equal(ranks.flatten().sort().values, torch.arange(ranks.numel())):
+    wanted = torch.arange(len(shapes) * shapes[0].kv_heads).view(len(shapes), -1)
+    order = ranks.flatten().sort().values.view(-1)
+    if ranks.shape != wanted.shape or not torch.equal(order, wanted.flatten()):
         raise bad_file(path, "`head_ranks` are not the places of all heads")
 
 
@@ -337,12 +331,11 @@ def read_rope(path: Path, metadata: Mapping[str, str], cache: KVCache) -> RopeLe
             )
         return RopeLengths.of([rope.factors_for(length) for length in seen])
     numbers = stored_lengths.split(",")
-    if not all(each.isascii() and each.isdecimal() and len(each) <= 10 for each in numbers):
-        raise bad_file(path, "`rope_lengths` are no numbers of tokens")
-    lengths = RopeLengths(tuple(int(each) for each in numbers))
-    if len(numbers) not in (1, len(seen)):
-        raise bad_file(path, f"`rope_lengths` are {len(numbers)}, for {len(seen)} texts")
-    for length, tokens in zip(lengths.of_entries(len(seen)), seen, strict=True):
-        if rope.factors_for(length) != length or not rope.serve(length, tokens):
-            raise bad_file(path, f"RoPE factors of {length} tokens for a text of {tokens}")
+    sound = all(each.isascii() and each.isdecimal() and len(each) <= 10 for each in numbers)
+    lengths = RopeLengths(tuple(map(int, numbers)) if sound else ())
+    if len(lengths.lengths) not in (1, len(seen)) or not all(
+        rope.factors_for(length) == length and rope.serve(length, tokens)
+        for length, tokens in zip(lengths.of_entries(len(seen)), seen, strict=True)
+    ):
+        raise bad_file(path, f"RoPE factors of {stored_lengths} tokens for texts of {seen}")
     return lengths

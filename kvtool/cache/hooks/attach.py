@@ -70,15 +70,12 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
 def _exchange(model: PreTrainedModel) -> None:
     """Make a model call kvtool's attention."""
-    if not model._can_set_attn_implementation():
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation != IMPLEMENTATION:
         raise KvtoolError(
             f"the attention of `{model.config.model_type}` cannot be replaced: "
             "its code does not go through transformers' interface"
-        )
-    model.set_attn_implementation(IMPLEMENTATION)
-    if model.config._attn_implementation != IMPLEMENTATION:
-        raise KvtoolError(
-            f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
         )
 
 

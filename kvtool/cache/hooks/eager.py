@@ -150,8 +150,7 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
     weights = output[1].float().unsqueeze(2)  # (batch, heads, 1, q_len, keys)
     step, masked = take_pending(weights.shape[-1]), _LOCAL.masked
     _LOCAL.masked = None
-    if step is None:
-        raise RuntimeError("an attention module ran without its cache")
+    assert step is not None, "the module has updated its cache"
     layer = step.layer
     if step.decoding:
         layer.enter_token(masked.positions)

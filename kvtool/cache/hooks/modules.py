@@ -44,10 +44,7 @@ class LinearWeight:
     transposed: bool
 
     def __call__(self) -> Tensor:
-        module = self.module()
-        if module is None:
-            raise KvtoolError("the model of this cache is gone, and with it its output projection")
-        weight = _local(module.weight.detach())
+        weight = _local(self.module().weight.detach())
         return weight.T if self.transposed else weight
 
     def __deepcopy__(self, memo: dict) -> LinearWeight:
