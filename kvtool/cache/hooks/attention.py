@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvtool.cache.hooks.masks import is_callers, note_own
-from kvtool.cache.hooks.training import dropout_refused
+from kvtool.cache.hooks.masks import dropout_refused, is_callers, note_own
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import refusal
 from kvtool.cache.steps.attend import any_shared_kv, find_shared_kv

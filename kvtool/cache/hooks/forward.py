@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
+from kvtool.cache.hooks.masks import PACKED, check_packed, check_training, read_mask
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
-from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.attend import forget_shared_kv
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.whole.cache import KVCache

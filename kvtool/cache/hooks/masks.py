@@ -1,4 +1,4 @@
-"""Attention masks of callers: what a kvtool cache can honour, and what it refuses.
+"""Masks of callers and models in train mode: what a kvtool cache can honour, and what it refuses.
 
 kvtool's own masks are positions, int64 tensors that `kvtool_mask` has noted here. A mask that is
 bool or float is the caller's, whatever its shape.
@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
@@ -128,3 +128,33 @@ def _hides_read_tokens(cache: KVCache, given: Mapping[str, Any], mask: Tensor) -
         return False
     _check_policy(cache, "the attention mask hides or shows other tokens of the text than before")
     return True
+
+
+# ---- models in train mode
+
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # in configurations
+
+
+def check_training(module: nn.Module, cache: KVCache) -> None:
+    """Refuse a decoder in train mode that would drop the cache, or attention weights.
+
+    Raises:
+        KvtoolError: gradient checkpointing, which transformers runs without any cache; attention
+            dropout.
+    """
+    if any(getattr(each, "gradient_checkpointing", False) for each in module.modules()):
+        raise KvtoolError(
+            "gradient checkpointing runs layers without their cache, so a kvtool cache would stay "
+            "empty",
+            hint="call model.eval(), or model.gradient_checkpointing_disable()",
+        )
+    if any(getattr(cache.config, name, None) for name in _DROPOUT):
+        raise dropout_refused()
+
+
+def dropout_refused() -> KvtoolError:
+    """Return the refusal of attention dropout."""
+    return KvtoolError(
+        "the model is in train mode with attention dropout, which a kvtool cache has no part in",
+        hint="call model.eval()",
+    )
