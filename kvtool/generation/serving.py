@@ -270,7 +270,7 @@ class Room:
             )
 
     def takes(self, batches: Sequence[Sequence[int]]) -> bool:
-        """Return whether batches of sequences of these sizes have room; one alone always has."""
+        """Return whether batches of sequences of these sizes fit; one alone always does."""
         count = sum(map(len, batches))
         few = self.sequences is None or count <= self.sequences
         fit = self.memory is None or bytes_of(batches) <= self.memory

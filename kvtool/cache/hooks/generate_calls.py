@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
+from kvtool.cache.hooks.replacement import Replacement
 from kvtool.cache.hooks.same_cache import holding
-from kvtool.cache.hooks.stand_in import StandIn
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
@@ -29,8 +29,8 @@ _DEFAULT_NEW_TOKENS = 20  # of transformers, by default
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
-class GenerateCalls(StandIn):
-    """Stands in for `generate`, and is called as transformers' own.
+class GenerateCalls(Replacement):
+    """Replaces `generate`, and is called as transformers' own.
 
     A call that brings no cache gets a fresh one, where `set_maker` or `open_block` says of what.
     """

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.hooks.replacement import Replacement
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import given_cache, returned_cache
@@ -69,8 +69,8 @@ def holding(model: PreTrainedModel, cache: KVCache | None) -> Iterator[None]:
         calls.pop()
 
 
-class PreparedInputs(StandIn):
-    """Stands in for `prepare_inputs_for_generation`: looks at the cache of a call's forwards."""
+class PreparedInputs(Replacement):
+    """Replaces `prepare_inputs_for_generation`: looks at the cache of a call's forwards."""
 
     method = "prepare_inputs_for_generation"
 

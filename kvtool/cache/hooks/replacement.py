@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from kvtool.errors import KvtoolError
 
 
-class StandIn:
+class Replacement:
     """Replaces a method on a model; subclasses say which, and what a call of it does.
 
     Attributes:
@@ -52,13 +52,13 @@ class StandIn:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self | None:
-        """Return what stands in on a model, None if nothing does."""
+        """Return the replacement on a model, None if there is none."""
         found = vars(model).get(cls.method)
         return found if isinstance(found, cls) else None
 
     @classmethod
     def put_on(cls, model: PreTrainedModel) -> None:
-        """Stand in for a model's method, if it has one."""
+        """Replace a model's method, if it has one."""
         if hasattr(model, cls.method):
             setattr(model, cls.method, cls(model))
 
