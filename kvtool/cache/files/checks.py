@@ -1,9 +1,7 @@
 """Check the tensors of a cache file, name by name, before a cache is filled with them.
 
 A checksum shows that a file is as it was written, not that kvtool wrote it. So every tensor is
-compared with the policy (which names there are), the model (shapes, dtypes, size of the vocabulary)
-and the others: what batch entries and heads hold, and the numbers of tokens that they have seen.
-Each tensor is taken once; a tensor that is left over is refused.
+compared with the policy, the model and the others; one that is left over is refused.
 """
 
 from __future__ import annotations

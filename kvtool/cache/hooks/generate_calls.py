@@ -7,8 +7,7 @@ cache that comes with another text would go on from the old one, unnoticed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -86,12 +85,14 @@ class GenerateCalls(Replacement):
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
             check_continues(cache, ids)
-        with (
-            cache.running.generating(),
-            holding(self.model, cache),
-            self._announced(cache, kwargs, ids),
-        ):
-            out = self.own(**kwargs)
+        if cache.link.rope is not None:
+            cache.choose_rope(self._lengths(kwargs, ids))
+        try:
+            with cache.running.generating(), holding(self.model, cache):
+                out = self.own(**kwargs)
+        finally:
+            if cache.get_seq_length() == 0:
+                cache.forget_rope()
         texts = out if isinstance(out, Tensor) else out.sequences
         cache.remember(texts.cpu() if self._entries_are_texts(kwargs, cache, texts) else None)
         cache.end_with(None)
@@ -120,19 +121,6 @@ class GenerateCalls(Replacement):
                     f"assisted generation ({name}) takes tokens back, and {why}",
                     hint=f"generate without {name}, or with policy full",
                 )
-
-    @contextmanager
-    def _announced(
-        self, cache: KVCache, kwargs: dict[str, Any], ids: Tensor | None
-    ) -> Iterator[None]:
-        """Give a cache the final length of a call's texts, where the factors of a RoPE need it."""
-        if cache.link.rope is not None:
-            cache.choose_rope(self._lengths(kwargs, ids))
-        try:
-            yield
-        finally:
-            if cache.get_seq_length() == 0:
-                cache.forget_rope()
 
     def _lengths(self, kwargs: dict[str, Any], ids: Tensor | None) -> list[int]:
         """Return how many tokens each text of a call has at its end, at most."""

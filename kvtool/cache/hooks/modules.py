@@ -1,10 +1,7 @@
 """Find the modules of a model's attention: what enters it, and what takes the output of its heads.
 
-Families name these modules differently, and some change the output of the heads before they project
-it. So one token is read. The module that takes the very numbers which the attention of a layer has
-returned is its output projection. It must be a plain linear layer, whose columns belong to heads.
-The attention module of a layer is the innermost one with an index of its own that the layer's step
-has run in. Hooks before these modules show hidden states to caches that ask for them.
+Families name them differently, so one token is read. The module that takes the very numbers which
+the attention of a layer has returned is its output projection, a plain linear layer.
 """
 
 from __future__ import annotations

@@ -1,12 +1,7 @@
 """Measure on a model what its configuration does not say: RoPE, retrieval heads, recurrent states.
 
-RoPE: families differ in the layout of the pairs, in how much of a head is rotated and with which
-frequencies, and some layers rotate nothing. So one token is read at two positions, and the rotation
-that leads from the one key to the other is the layer's. A model for which none does is refused.
-
-Heads: how much each head needs the whole text comes from a file of scores, or from a measurement.
-
-Recurrences: the shapes of the states that a model keeps are those of one small forward.
+One token is read at two positions: the rotation that leads from the one key to the other is the
+layer's. A model for which none does is refused.
 """
 
 from __future__ import annotations

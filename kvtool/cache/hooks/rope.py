@@ -1,12 +1,8 @@
 """RoPE whose factors depend on the length: rotate in all forwards over a cache by the same ones.
 
-Transformers chooses the factors in every forward, by the last position in it. So the rotary module
-of a model is asked about one position more, the last one that the whole text will have, and that
-answer is dropped. Copies of the module answer, one for each length. So the model's own module keeps
-its state, and threads that read texts of other lengths have copies of their own. Batch entries of
-different lengths each get their own factors.
-
-A forward without a kvtool cache is left alone, unless it runs inside `reading`.
+Transformers chooses the factors in every forward, by the last position in it. So copies of a rotary
+module, one for each length, are asked about one position more, the last one that the whole text
+will have, and that answer is dropped. Other forwards are left alone, unless inside `reading`.
 """
 
 from __future__ import annotations

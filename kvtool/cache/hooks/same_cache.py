@@ -1,11 +1,7 @@
 """Hold forwards, and calls of `generate`, to the cache that they were given.
 
-A model can set its cache aside and go on with one of its own. That one keeps everything: the budget
-would be exceeded, and the report would be about a cache that is no longer used. Such a forward is
-refused, whatever the model.
-
-Phi-3 and its like set a cache aside where the length of the text changes the factors of their RoPE.
-A kvtool cache has chosen these factors for the whole text, so its call goes on with it.
+A model that sets its cache aside and goes on with one of its own is refused. Phi-3 and its like do
+so where the text outgrows their RoPE; a kvtool cache has chosen for it, and the call goes on.
 """
 
 from __future__ import annotations
