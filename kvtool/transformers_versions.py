@@ -24,11 +24,7 @@ _STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 @functools.cache
 def check_transformers() -> None:
-    """Refuse a transformers that is older than kvtool runs on, without importing it.
-
-    Raises:
-        KvtoolError: it is missing or too old.
-    """
+    """Refuse a transformers that is older than kvtool runs on, without importing it."""
     from importlib.metadata import PackageNotFoundError, version
 
     oldest = ".".join(map(str, OLDEST))
@@ -118,9 +114,6 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
     Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
     before 5.23 leave out layers that share the cache of another.
-
-    Args:
-        config: of a decoder.
     """
     from kvtool.plain_config import PlainConfig
 

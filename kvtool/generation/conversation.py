@@ -129,12 +129,6 @@ class Conversation:
         """Refuse turns that the template can never put behind each other, before any is answered.
 
         What depends on the answers (a thought that is dropped) comes to light in the turn itself.
-
-        Args:
-            context: that the first message begins with.
-
-        Raises:
-            UsageError: the template changes what has been read once another message follows.
         """
         frame, said = self._frame, self._messages
         if not isinstance(frame, TemplateFrame) or said is None or self._behind == "open":
@@ -170,11 +164,7 @@ class Conversation:
         return heard
 
     def say(self, turn: UserTurn, **drawing: Any) -> Generation:
-        """Feed a turn and generate what the model says to it.
-
-        Args:
-            drawing: as for `kvtool.generation.generate`.
-        """
+        """Feed a turn and generate what the model says to it."""
         asked = self.ask(turn)
         said = generate(self.model, self.tokenizer, self.cache, asked.ids, **drawing)
         self.take(asked, len(said.token_ids[0]))
@@ -215,11 +205,7 @@ class Conversation:
         self._stand("text" if asked.outside else "answer")
 
     def answer(self, **drawing: Any) -> Generation:
-        """Close the open message and answer it; behind anything else, go on.
-
-        Args:
-            drawing: as for `kvtool.generation.generate`.
-        """
+        """Close the open message and answer it; behind anything else, go on."""
         if self._behind == "open" and self._frame.closing:
             return self.say(UserTurn(""), **drawing)
         said = generate(self.model, self.tokenizer, self.cache, None, **drawing)
@@ -263,11 +249,7 @@ class Conversation:
         return self._beyond(frame.answered(messages) if ends else frame.prompt(messages))
 
     def _beyond(self, whole: str) -> Piece:
-        """Return what is behind the text that the cache has read.
-
-        Args:
-            whole: the text of all messages, read and new.
-        """
+        """Return what is behind the text that the cache has read."""
         said, frame = self._messages or [], self._frame
         if self._behind == "nothing":
             return Piece("", whole)

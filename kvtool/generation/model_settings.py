@@ -147,11 +147,7 @@ def prepare(
 def check_drawing(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig
 ) -> None:
-    """Refuse settings that cannot be used, before a prompt is read.
-
-    Raises:
-        UsageError: with what transformers says of them.
-    """
+    """Refuse settings that cannot be used, before a prompt is read."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     made = prepare(model, tokenizer, ids, settings)
     with _refused_in_one_line():

@@ -59,9 +59,6 @@ def token_scores(
     Returns:
         Log-probabilities, (1, n) float32, and the most likely tokens, (1, n) int64, both on the
         CPU; (1, n - 1) without `first_logits`.
-
-    Raises:
-        BrokenNumbers: logits are not finite.
     """
     input_ids = input_ids.to(model.device)
     scored = []
@@ -107,9 +104,6 @@ def follow(
 
     Returns:
         (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
-
-    Raises:
-        BrokenNumbers: they are not finite.
     """
     logits = [next_logits.float().cpu()]
     with explaining(model, token_ids):

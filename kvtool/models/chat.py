@@ -98,11 +98,7 @@ class Frame:
         return self.opened(messages)
 
     def follow(self, messages: Sequence[Message], answer: Answer) -> Piece:
-        """Return what goes on from an answer up to where the next one begins.
-
-        Args:
-            messages: all of them; the last two are the answer and the reply to it.
-        """
+        """Return what goes on from an answer up to where the next one begins."""
         asked = self.message(messages[-1].content)
         return Piece("", answer.cut_from(self.next) + asked + self.closing)
 
@@ -149,10 +145,6 @@ class TemplateFrame(Frame):
 
     def behind(self, whole: str, read: str, answer: Answer) -> Piece:
         """Return what goes on from an answer, which stays as the model has said it.
-
-        Args:
-            whole: the text of all messages, those behind the answer, too.
-            read: the text up to where the answer begins.
 
         Raises:
             UsageError: the text does not go on from what has been read.

@@ -142,9 +142,6 @@ def load_tokenizer(
 
     Returns:
         The tokenizer and the configuration.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
     """
     check_folder(model)
     base, revision = base_of(model, revision)
@@ -157,11 +154,7 @@ def load_tokenizer(
 def load_config(
     model: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model's configuration alone: a folder needs no more than its config.json.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
-    """
+    """Load a model's configuration alone: a folder needs no more than its config.json."""
     check_folder(model, config_only=True)
     model, revision = base_of(model, revision)
     check_hub(model, revision)
@@ -172,14 +165,8 @@ def load_config(
 def read_config(model: str | None = None, **where: Any) -> Any:
     """Read what planning asks of a configuration: a folder's config.json itself where it is plain.
 
-    Args:
-        where: as for `load_config`, which reads all others.
-
     Returns:
         A `PlainConfig`, or a transformers configuration.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
     """
     check_folder(model, config_only=True)
     source = find_source(base_of(model)[0])

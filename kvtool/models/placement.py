@@ -32,9 +32,6 @@ def resolve_device(device: str, device_map: str | None = None, *, elsewhere: boo
     """Turn `auto` into a device of this machine, and refuse one that it does not have.
 
     Of several processes on a machine, each takes a GPU of its own for `auto`.
-
-    Args:
-        elsewhere: whether it is a GPU that need not be here, of which nothing is asked.
     """
     if elsewhere:
         return "cuda"

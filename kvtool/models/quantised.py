@@ -21,16 +21,7 @@ _KINDS = ("cpu", "cuda", "xpu")  # of devices that bitsandbytes runs on
 
 
 def check_quantise(source: Source, device: str, *, adapter: bool, split: bool) -> None:
-    """Refuse to load weights in fewer bits where that cannot work, before they are looked for.
-
-    Args:
-        device: where the model will run.
-        adapter: whether an adapter goes into the weights.
-        split: whether layers are split over processes.
-
-    Raises:
-        UsageError: the package is not there; a device, a file or a way of loading without it.
-    """
+    """Refuse to load weights in fewer bits where that cannot work, before they are looked for."""
     kind = device.partition(":")[0]
     if kind not in _KINDS:
         raise UsageError(f"--quantize runs on {', '.join(_KINDS)}, not on {kind}")
@@ -47,11 +38,7 @@ def check_quantise(source: Source, device: str, *, adapter: bool, split: bool) -
 
 
 def check_plain(source: Source, config: Any) -> None:
-    """Refuse to quantise a checkpoint that is quantised already.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Refuse to quantise a checkpoint that is quantised already."""
     if is_quantised(config):
         raise UsageError(
             f"the weights of `{source.name}` are quantised already", hint="leave out --quantize"

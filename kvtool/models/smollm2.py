@@ -62,10 +62,6 @@ def find_smollm2() -> GgufFile | None:
 def unpack_once(gguf: GgufFile, fill: Callable[[Path], object]) -> None:
     """Make the folder unless another process has made it meanwhile.
 
-    Args:
-        gguf: the package's file.
-        fill: writes the model into a folder.
-
     Raises:
         KvtoolError: the user's cache cannot be written.
     """

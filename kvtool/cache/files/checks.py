@@ -110,11 +110,7 @@ def check_layer(
     shape: LayerShape,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse tensors of a layer that do not fit its policy, the model or each other.
-
-    Raises:
-        KvtoolError: the first such tensor.
-    """
+    """Refuse tensors of a layer that do not fit its policy, the model or each other."""
     name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
     slots = file.kept(layer.index)
     _check_stored(file, layer.policy.codec, name, (batch, heads, slots), shape, dtype)
@@ -219,16 +215,7 @@ def check_tensors(
     cache: KVCache,
     model: PreTrainedModel,
 ) -> None:
-    """Refuse tensors that no cache of this kind has written.
-
-    Args:
-        metadata: of the file, checked.
-        tensors: of the file, on the CPU.
-        cache: an empty one, made as the metadata say.
-
-    Raises:
-        KvtoolError: the first tensor that is missing or too many, or does not fit.
-    """
+    """Refuse tensors that no cache of this kind has written."""
     seen, tokens = int(metadata["seen"]), int(metadata["tokens_seen"])
     first = f"layer.{cache.first_layer.index}.keys"
     keys = tensors.get(first)
@@ -290,11 +277,7 @@ def _logits_of(model: PreTrainedModel) -> int:
 
 
 def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    """Refuse ranks of heads that are not those of every head of the model, before they are used.
-
-    Raises:
-        KvtoolError: they are missing, of another shape, or no ranks.
-    """
+    """Refuse ranks of heads that are not those of every head of the model, before they are used."""
     ranks = tensors.get("head_ranks", torch.zeros(0))
     shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
     wanted = torch.arange(len(shapes) * shapes[0].kv_heads).view(len(shapes), -1)
@@ -308,9 +291,6 @@ def read_rope(path: Path, metadata: Mapping[str, str], cache: KVCache) -> RopeLe
 
     Files of older versions do not say so. Their keys have the factors of short texts as long as the
     text is one; beyond, factors may be mixed.
-
-    Args:
-        cache: that has been filled from the file.
 
     Raises:
         KvtoolError: lengths that no cache of this model has, or an old file of a long text.

@@ -24,11 +24,7 @@ _TEXTS = ("policy", "budget", "prefill", "model", "config_hash", "weights", "kvt
 
 
 def check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse a file that lacks a text, or whose counts of tokens are none.
-
-    Raises:
-        KvtoolError: the first such entry.
-    """
+    """Refuse a file that lacks a text, or whose counts of tokens are none."""
     for name in _TEXTS:
         if name not in metadata:
             raise bad_file(path, f"`{name}` is missing")

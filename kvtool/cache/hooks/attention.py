@@ -38,10 +38,6 @@ def later_columns(
 ) -> Tensor | None:
     """Find out which of the new tokens each one sees, by its model's own mask.
 
-    Args:
-        mask_function, attention_mask, q_length, q_offset: as transformers makes a mask from them.
-        options: what else it makes a mask from.
-
     Returns:
         (batch, q_len, 2) int64, the columns of the first and the last new token seen; None where no
         token sees a later one.

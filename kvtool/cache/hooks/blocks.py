@@ -94,12 +94,6 @@ def _of_contextlib(frame: FrameType | None) -> bool:
 def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | None:
     """Find the block that the running call of a model is made in.
 
-    Args:
-        blocks: the open blocks of the model.
-
-    Returns:
-        The block; None where none is open.
-
     Raises:
         UsageError: it could be one of several that differ, or belongs to none that is open.
     """
@@ -134,11 +128,7 @@ def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | No
 
 
 def check_threads(blocks: Sequence[Block], maker: CacheMaker) -> None:
-    """Refuse to open a block beside one of another thread that wants something else.
-
-    Raises:
-        UsageError: the calls of both would be compressed differently.
-    """
+    """Refuse to open a block beside one of another thread that wants something else."""
     for other in blocks:
         if other.thread != threading.get_ident() and other.maker.settings != maker.settings:
             raise UsageError(

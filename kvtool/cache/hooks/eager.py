@@ -36,11 +36,7 @@ _LOCAL = threading.local()
 
 
 def install(model: PreTrainedModel) -> list:
-    """Hook every attention module.
-
-    Returns:
-        Handles whose `remove` undoes it.
-    """
+    """Hook every attention module."""
     modules = [
         module
         for name, module in model.named_modules()

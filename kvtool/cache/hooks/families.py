@@ -26,11 +26,7 @@ _OWN_WAYS = {
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Refuse, before anything is loaded or run, what cannot work.
-
-    Raises:
-        KvtoolError: one line that says why.
-    """
+    """Refuse, before anything is loaded or run, what cannot work."""
     text = config.get_text_config(decoder=True)
     why = _why_not(config, text)
     if why is not None:

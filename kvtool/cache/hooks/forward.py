@@ -61,11 +61,7 @@ def answer_logits(cache: KVCache, output: Any) -> None:
 
 
 def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -> None:
-    """Refuse position ids that do not count a block's tokens on, for a policy that uses them.
-
-    Raises:
-        KvtoolError: positions of packed texts, of a tree, or with gaps.
-    """
+    """Refuse position ids that do not count a block's tokens on, for a policy that uses them."""
     layer, policy = cache.first_layer, cache.policy
     by_place = cache.settings.renumbers
     if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
@@ -94,11 +90,7 @@ _LOCAL = threading.local()  # of the running forward: what its cache had seen be
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Hook a model, and its decoder, which may be called alone.
-
-    Returns:
-        Handles whose `remove` undoes it.
-    """
+    """Hook a model, and its decoder, which may be called alone."""
     decoder = model.get_decoder()
     return [
         model.register_forward_pre_hook(_before_model, with_kwargs=True),

@@ -169,10 +169,6 @@ class GenerateCalls(Replacement):
     ) -> Block:
         """Give every call inside a block a fresh cache until the block is closed.
 
-        Args:
-            frame: of the generator that a `with` statement has entered.
-            at_end: called with the model once no block is open and no call runs any more.
-
         Raises:
             UsageError: another thread gives this model's calls other caches.
         """
@@ -202,9 +198,6 @@ def check_continues(cache: KVCache, ids: Tensor) -> None:
 
     Args:
         ids: (batch, n) int64, the whole text.
-
-    Raises:
-        UsageError: another text, or one that is no longer.
     """
     seen, known = cache.get_seq_length(), cache.input_ids
     hint = "a cache serves one text: build one for each, or use kvtool.compressed"

@@ -41,11 +41,7 @@ def is_callers(mask: Tensor) -> bool:
 
 
 def check_packed(given: Mapping[str, Any]) -> None:
-    """Refuse several texts packed into one batch entry.
-
-    Raises:
-        KvtoolError: arguments that say so.
-    """
+    """Refuse several texts packed into one batch entry."""
     packed = [name for name in sorted(PACKED & given.keys()) if given[name] is not None]
     if packed:
         raise KvtoolError(
@@ -59,9 +55,6 @@ def read_mask(cache: KVCache, given: Mapping[str, Any], mask: object) -> bool:
 
     Returns:
         Whether it says of each query, or anew, which tokens it sees.
-
-    Raises:
-        KvtoolError: what cannot be honoured.
     """
     if isinstance(mask, Mapping):
         said = [read_mask(cache, given, one) for one in mask.values() if one is not None]
@@ -136,12 +129,7 @@ _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  
 
 
 def check_training(module: nn.Module, cache: KVCache) -> None:
-    """Refuse a decoder in train mode that would drop the cache, or attention weights.
-
-    Raises:
-        KvtoolError: gradient checkpointing, which transformers runs without any cache; attention
-            dropout.
-    """
+    """Refuse a decoder in train mode that would drop the cache, or attention weights."""
     if any(getattr(each, "gradient_checkpointing", False) for each in module.modules()):
         raise KvtoolError(
             "gradient checkpointing runs layers without their cache, so a kvtool cache would stay "

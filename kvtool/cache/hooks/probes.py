@@ -34,10 +34,6 @@ _PLACE, _STEP = 3, 1000  # of the token that is read twice
 def find_rotations(model: PreTrainedModel, layers: list[int], asked: str) -> list[Rotation | None]:
     """Find out how each layer rotates its keys, by reading one token at two positions.
 
-    Args:
-        layers: indices of the attention layers.
-        asked: what needs it, in the words of a user.
-
     Returns:
         One for each of `layers`; None where keys do not depend on the position.
 
@@ -54,10 +50,6 @@ def find_query_rotations(
 
     A layer whose keys the position makes longer or shorter rotates nothing: positions have been
     added to what it reads, and queries are before any rotation already.
-
-    Args:
-        layers: indices of the attention layers.
-        asked: what needs it, in the words of a user.
 
     Returns:
         One for each of `layers`; None where nothing is rotated.
@@ -164,9 +156,6 @@ _TOKENS, _DISTANCES = 1024, 500  # of the random text, and how far back heads ar
 
 def rank_model(model: PreTrainedModel, source: str) -> Tensor:
     """Rank the KV heads of all attention layers.
-
-    Args:
-        source: a file of scores, or `proxy`, which runs the model once over a random text.
 
     Returns:
         (attention layers, kv_heads) int64, 0 for the head that most needs the whole text.

@@ -70,11 +70,7 @@ def _threshold(module: Any, layer: str | None, kind: str) -> int:
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Hook the rotary modules of a model whose RoPE depends on the length, and its decoder.
-
-    Returns:
-        Handles whose `remove` undoes it; none for other models.
-    """
+    """Hook the rotary modules of a model whose RoPE depends on the length, and its decoder."""
     modules = _rotary_modules(model)
     if not modules:
         return []

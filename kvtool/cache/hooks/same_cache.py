@@ -27,11 +27,7 @@ _LOCAL = threading.local()
 
 
 def check_returned(module: nn.Module, cache: KVCache, output: Any) -> None:
-    """Refuse the output of a forward that has gone on with another cache than it was given.
-
-    Raises:
-        KvtoolError: it returns another one.
-    """
+    """Refuse the output of a forward that has gone on with another cache than it was given."""
     returned = returned_cache(output)
     if isinstance(output, tuple):
         returned = next((each for each in output if isinstance(each, Cache)), None)
