@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.messages import Message
@@ -185,14 +187,7 @@ def common_start(one: str, other: str) -> str:
     >>> common_start("tea", "ten"), common_start("a", "b"), common_start("a", "ab")
     ('te', '', 'a')
     """
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return one[:low]
+    return one[: sum(1 for _ in takewhile(bool, map(eq, one, other)))]
 
 
 def rest_behind(whole: str, read: str) -> str:

@@ -50,7 +50,8 @@ def check_sizes(name: str, data: Mapping[str, Any]) -> None:
         unused = {"head_dim"} if part.get("kv_lora_rank") else set()
         unused |= {"sliding_window"} if part.get("use_sliding_window") is False else set()
         for key in _BOUNDS if text else _LAYERS:
-            value, (least, most) = part.get(key), _BOUNDS[key]
+            value: Any = part.get(key)
+            least, most = _BOUNDS[key]
             least = least if text and key not in unused else 0
             if type(value) not in (int, float):
                 continue

@@ -20,18 +20,11 @@ from kvtool.planning.parameters import Bits, Matrix, is_quantised, stored_bytes
 _KINDS = ("cpu", "cuda", "xpu")  # of devices that bitsandbytes runs on
 
 
-def check_quantise(source: Source, device: str, *, adapter: bool, split: bool) -> None:
-    """Refuse to load weights in fewer bits where that cannot work, before they are looked for."""
+def check_quantise(device: str, *, split: bool) -> None:
+    """Refuse to load weights in fewer bits on a device, or in a way, that cannot do so."""
     kind = device.partition(":")[0]
     if kind not in _KINDS:
         raise UsageError(f"--quantize runs on {', '.join(_KINDS)}, not on {kind}")
-    if source.gguf is not None:
-        raise UsageError(
-            f"model `{source.name}` is a GGUF file, and --quantize takes folders",
-            hint=f"kvtool convert {source.name} FOLDER",
-        )
-    if adapter:
-        raise UsageError("--quantize takes whole models, and this is an adapter")
     if split:
         raise UsageError("--quantize and --tensor-parallel exclude each other; keep one")
     require("bitsandbytes", needed_by="--quantize")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedModel
 
 from kvtool.errors import KvtoolError
+
+Kind = TypeVar("Kind", bound="Replacement")
 
 
 class Replacement:
@@ -51,7 +53,7 @@ class Replacement:
         return self.replaced or types.MethodType(getattr(type(self.model), self.method), self.model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Self | None:
+    def of(cls: type[Kind], model: PreTrainedModel) -> Kind | None:
         """Return the replacement on a model, None if there is none."""
         found = vars(model).get(cls.method)
         return found if isinstance(found, cls) else None
