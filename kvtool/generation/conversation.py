@@ -256,7 +256,7 @@ class Conversation:
         if self._behind == "text":  # which has the token that begins texts
             return Piece("", whole.removeprefix(self.tokenizer.bos_token or ""))
         if self._answered and isinstance(frame, TemplateFrame):
-            return frame.behind(whole, frame.prompt(said), self._last_answer())
+            return frame.behind(whole, frame.prompt(said), self._last_answer(self._answered))
         read = frame.opened(said) if self._behind == "open" else frame.answered(said)
         return Piece(read, rest_behind(whole, read))
 
@@ -269,7 +269,7 @@ class Conversation:
             whole = f"{said[-1].content}\n{text}" if text else said[-1].content
             return [*said[:-1], Message("user", whole)]
         if self._answered:
-            said.append(Message("assistant", self._last_answer().text))
+            said.append(Message("assistant", self._last_answer(self._answered).text))
         return [*said, Message("user", text)]
 
     def _with_turn(self, turn: UserTurn) -> list[Message] | None:
@@ -278,10 +278,10 @@ class Conversation:
             return messages
         return [*messages, Message("assistant", turn.answer)]
 
-    def _last_answer(self) -> Answer:
-        """Return what the model has said last."""
+    def _last_answer(self, tokens: int) -> Answer:
+        """Return what the model has said last, by its last tokens."""
         known = self.cache.input_ids
-        ids = [] if known is None else known[0, -self._answered :].tolist()
+        ids = [] if known is None else known[0, -tokens:].tolist()
         return read_answer(self.tokenizer, ids, self.model.generation_config.eos_token_id)
 
     def _note(self, messages: list[Message] | None, answered: int = 0) -> None:
@@ -326,10 +326,7 @@ class Conversation:
             return "\n"
         if self._behind == "text":  # which has the token that begins texts
             return frame.opening.removeprefix(self.tokenizer.bos_token or "")
-        known = self.cache.input_ids
-        ids = [] if known is None else known[0, -1:].tolist()
-        ends = self.model.generation_config.eos_token_id
-        return read_answer(self.tokenizer, ids, ends).cut_from(frame.next)
+        return self._last_answer(1).cut_from(frame.next)
 
     def _ids(self, piece: Piece, *, special: bool = False) -> Tensor:
         if self._behind == "nothing":

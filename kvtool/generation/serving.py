@@ -181,7 +181,9 @@ def serve(
     waiting, batch = deque(prompts), None
     start = time.perf_counter()
     while waiting or batch is not None:
-        sizes = [] if batch is None else [each.prompt.sequence_bytes for each in batch.sequences]
+        sizes: list[int] = (
+            [] if batch is None else [each.prompt.sequence_bytes for each in batch.sequences]
+        )
         coming, begun = [], time.perf_counter()
         while waiting and room.takes([[*sizes, waiting[0].sequence_bytes]]):
             prompt, cache = waiting.popleft(), new_cache()

@@ -132,7 +132,7 @@ class _Header(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     __pydantic_extra__: dict[str, _Entry]
 
-    labels: dict[str, str] = Field(default={}, alias=_METADATA)
+    labels: dict[str, str] = Field(default={}, alias="__metadata__")
 
 
 class TensorFile:
