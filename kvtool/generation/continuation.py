@@ -148,7 +148,9 @@ def generate(
         model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
     )
     kept: list[Tensor] | None = [] if compare_full else None
-    step = _decode_steps(model, max_new_tokens, compiled)
+    step: CompiledDecoding | Callable[..., Tensor] = decode_step
+    if compiled or (compiled is None and pays(model, max_new_tokens)):
+        step = CompiledDecoding(model, max_new_tokens, required=compiled is not None)
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
@@ -192,14 +194,6 @@ def generate(
         else compare_with_full(model, everything, torch.stack(kept, 1), cache.rope.chosen),
         compiled=step.report() if isinstance(step, CompiledDecoding) else None,
     )
-
-
-def _decode_steps(
-    model: PreTrainedModel, tokens: int, compiled: bool | None
-) -> Callable[[PreTrainedModel, KVCache, Tensor], Tensor]:
-    if compiled or (compiled is None and pays(model, tokens)):
-        return CompiledDecoding(model, tokens, required=compiled is not None)
-    return decode_step
 
 
 def feed_prompt(

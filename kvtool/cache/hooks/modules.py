@@ -26,6 +26,7 @@ from kvtool.model_shape import FREE, layer_kinds, stores_latents
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
 from kvtool.transformers_versions import cache_argument, eager_families, layer_types
+from kvtool.weights_hash import local_part
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class LinearWeight:
     transposed: bool
 
     def __call__(self) -> Tensor:
-        weight = _local(self.module().weight.detach())
+        weight = local_part(self.module().weight.detach())
         return weight.T if self.transposed else weight
 
     def __deepcopy__(self, memo: dict) -> LinearWeight:
@@ -201,15 +202,9 @@ def _read(module: Any, width: int) -> LinearWeight | str:
     weight, transposed = module.weight, type(module) is Conv1D
     if weight.is_meta:
         return "keeps the output projection off the device (offloading)"
-    own = _local(weight.detach())
+    own = local_part(weight.detach())
     if type(own) is not Tensor or not own.is_floating_point() or own.element_size() < 2:
         return f"stores the output projection in codes ({own.dtype}), not as plain numbers"
     if own.shape[0 if transposed else 1] != width:
         return "splits the output projection in a way that is not known here"
     return LinearWeight(weakref.ref(module), transposed)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """The part of a weight that this process holds."""
-    part: Callable[[], Tensor] | None = getattr(weight, "to_local", None)
-    return weight if part is None else part()

@@ -181,7 +181,7 @@ class Rotary:
             entries = [own == length for own in running.lengths]
             chosen = torch.tensor(entries, device=asked.states.device)[:, None]
             ours = self._answer(module, asked.about(asked.positions * chosen), length)
-            where = partial(torch.where, chosen[..., None])
+            where: Any = partial(torch.where, chosen[..., None])
             answer = ours if answer is None else _each(where, ours, answer)
         return answer
 
