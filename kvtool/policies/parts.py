@@ -46,7 +46,19 @@ if TYPE_CHECKING:  # splitting a budget over layers needs no torch
 Positions = Literal["text", "cache"]  # place in the text, or among the tokens that are kept
 
 
-class Score:
+class Role:
+    """A part of a policy: a frozen dataclass of its settings, each with a default.
+
+    Attributes:
+        name: as typed in a policy string.
+        paper: where it comes from.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+
+class Score(Role):
     """A measure of what matters: it gives each slot a number, higher = keep.
 
     Attributes:
@@ -63,8 +75,6 @@ class Score:
         positions: what keys and queries are rotated by, see `Positions`.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     evidence: ClassVar[Evidence] = Evidence.NOTHING
     window: int = 1
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
@@ -192,7 +202,7 @@ class Score:
         return self
 
 
-class Rescore:
+class Rescore(Role):
     """A change of the score that also looks at the values.
 
     Attributes:
@@ -202,8 +212,6 @@ class Rescore:
             budgets by the importance before it.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     sees_projection: ClassVar[bool] = False
     at_cut: ClassVar[bool] = False
 
@@ -212,11 +220,8 @@ class Rescore:
         raise NotImplementedError
 
 
-class Select:
+class Select(Role):
     """A way to choose tokens of a prompt, not one by one; the same in all heads of a layer."""
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
 
     @property
     def min_budget(self) -> int:
@@ -233,11 +238,8 @@ class Select:
         raise NotImplementedError
 
 
-class Pace:
+class Pace(Role):
     """A way to hold a budget that is not cut to after every decoded token."""
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
 
     @property
     def spare(self) -> int:
@@ -245,15 +247,13 @@ class Pace:
         raise NotImplementedError
 
 
-class Allocator:
+class Allocator(Role):
     """A way to split a budget over layers; subclasses are frozen dataclasses of its settings.
 
     Attributes:
         metric: the measurement of a profile that it needs, None for none.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     metric: ClassVar[str | None] = None
 
     @property
@@ -271,7 +271,7 @@ class Allocator:
         raise NotImplementedError
 
 
-class Evicted:
+class Evicted(Role):
     """A use of evicted tokens: merged, set aside, kept out of sight.
 
     Attributes:
@@ -280,8 +280,6 @@ class Evicted:
         works_on_keys: whether it works on keys, whose rotation must not change then.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     statistics: ClassVar[tuple[str, ...]] = ()
     works_on_keys: ClassVar[bool] = False
 
@@ -297,7 +295,7 @@ class Evicted:
         return 0
 
 
-class Read:
+class Read(Role):
     """A choice of the stored tokens that a decode step looks at; nothing leaves the cache by it.
 
     Tables are numbers beside the slots that make the choice cheap. They are made once, at the end
@@ -311,8 +309,6 @@ class Read:
         basis: a file of key bases for `start`; None: none.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     divisor: ClassVar[int] = 2
     planned: ClassVar[bool] = False
     k: int | None = None

@@ -79,11 +79,11 @@ class Policy:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
-        if self.codec is not None:
-            object.__setattr__(self, "codec", self.codec.shortest())
         check_declared(self.score)
         for part in self._parts:
             check_numbers(part)
+        if self.codec is not None:
+            object.__setattr__(self, "codec", self.codec.shortest())
         check_evidence(self.score)
         check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
         if self.select is not None:

@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
+from kvtool.policies.spelling import limited
 
 _EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
 
@@ -52,16 +52,6 @@ def split_by_density(problem: AllocationProblem, norm: str, temperature: float) 
     return problem.by_weight([-exponent / temperature for exponent in exponents])
 
 
-def check_temperature(name: str, temperature: float) -> None:
-    """Refuse a temperature by which nothing can be divided.
-
-    Raises:
-        UsageError: it is 0 or less, or not finite.
-    """
-    if not 0 < temperature < math.inf:
-        raise UsageError(f"{name}: temperature must be above 0, got {temperature}")
-
-
 @dataclass(frozen=True)
 class D2O(Allocator):
     """More tokens for layers of dense attention, by a softmax over the layers (D2O).
@@ -76,14 +66,11 @@ class D2O(Allocator):
     """
 
     norm: Literal["length", "minmax", "raw"] = "length"
-    temperature: float = 1.0
+    temperature: float = limited(1.0, "above 0")
 
     name: ClassVar = "d2o"
     paper: ClassVar = "https://arxiv.org/abs/2406.13035"
     metric: ClassVar = "f_variance"
-
-    def __post_init__(self) -> None:
-        check_temperature(self.name, self.temperature)
 
     def split(self, problem: AllocationProblem) -> Allocation:
         return split_by_density(problem, self.norm, self.temperature)
@@ -100,14 +87,11 @@ class D2OExp(Allocator):
     """
 
     norm: Literal["length", "minmax", "raw"] = "length"
-    temperature: float = 1.0
+    temperature: float = limited(1.0, "above 0")
 
     name: ClassVar = "d2o-exp"
     paper: ClassVar = D2O.paper
     metric: ClassVar = D2O.metric
-
-    def __post_init__(self) -> None:
-        check_temperature(self.name, self.temperature)
 
     def split(self, problem: AllocationProblem) -> Allocation:
         return split_by_density(problem, self.norm, self.temperature)

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
+from kvtool.policies.spelling import limited
 
 _SELF = math.e  # exp of a token's similarity to itself
 _CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time, on a CPU
@@ -139,16 +139,12 @@ class D2OMerge(Merging):
         merge: `kv` merges keys and values, `v` values alone.
     """
 
-    beta: float = 0.7
+    beta: float = limited(0.7, "above 0 and at most 1")
     merge: Literal["kv", "v"] = "kv"
 
     name: ClassVar = "d2o-merge"
     paper: ClassVar = "https://arxiv.org/abs/2406.13035"
     works_on_keys: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise UsageError(f"{self.name}: beta must be above 0 and at most 1, got {self.beta}")
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         return {

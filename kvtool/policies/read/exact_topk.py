@@ -16,7 +16,7 @@ from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.rows import RowsChoice, RowsRead, RowsView, best_slots
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class ExactTopK(RowsRead):
     name: ClassVar = "exact-topk"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
     divisor: ClassVar = 1
-
-    def __post_init__(self) -> None:
-        check_least(self, {"k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "ExactTopK":
         return replace(self, k=self.k or step.pairs)

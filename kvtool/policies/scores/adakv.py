@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from kvtool.policies.allocate.ada import Ada
 from kvtool.policies.scores.shared import Voting
+from kvtool.policies.spelling import limited
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,12 @@ class AdaKV(Voting):
         normalise: weigh each head by how much of its score its best tokens hold.
     """
 
-    share: float = 0.2
+    share: float = limited(0.2, "between 0 and 1")
     safeguard: Literal["mix", "force"] = "mix"
     normalise: bool = False
 
     name: ClassVar = "adakv"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Ada(share=self.share)  # checks it
 
     @property
     def head_split(self) -> Ada:

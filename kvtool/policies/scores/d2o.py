@@ -17,13 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, overload
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
+from kvtool.policies.spelling import limited
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
@@ -54,8 +54,8 @@ class D2O(Score):
         merge: `kv` merges keys and values, `v` values alone, `none` drops what is evicted.
     """
 
-    sinks: int = 4
-    beta: float = 0.7
+    sinks: int = limited(4, "0 or more")
+    beta: float = limited(0.7, "above 0 and at most 1")
     merge: Literal["kv", "v", "none"] = "kv"
 
     name: ClassVar = "d2o"
@@ -63,11 +63,6 @@ class D2O(Score):
     evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum",)
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise UsageError(f"d2o: sinks must be 0 or more, got {self.sinks}")
-        D2OMerge(beta=self.beta)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["attention_sum"]

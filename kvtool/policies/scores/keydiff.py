@@ -9,15 +9,15 @@ In a prompt run in blocks the anchor is that of the slots present at each cut, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.scores.shared import check_ends, ends
+from kvtool.policies.numbers import State
+from kvtool.policies.parts import Evidence, Positions, SlotView
+from kvtool.policies.scores.shared import KeepsEnds
 
 _EPSILON = 1e-12
 
@@ -53,31 +53,18 @@ def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Ten
 
 
 @dataclass(frozen=True)
-class KeyDiff(Score):
+class KeyDiff(KeepsEnds):
     """Keep the tokens whose keys point away from the mean direction of all keys.
 
     Args:
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
         positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    sinks: int = 0
-    recent: int = 0
     positions: Positions = "text"
 
     name: ClassVar = "keydiff"
     paper: ClassVar = "https://arxiv.org/abs/2504.15364"
     evidence: ClassVar = Evidence.KEYS
 
-    def __post_init__(self) -> None:
-        check_ends(self)
-
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return distances_from_anchors(view.keys, view.stored)
-
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        return ends(self, view)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"sinks": self.sinks, "recent": self.recent}

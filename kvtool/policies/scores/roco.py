@@ -13,13 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, overload
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.spelling import computed
+from kvtool.policies.spelling import computed, limited
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
@@ -46,9 +45,9 @@ class RoCo(Score):
         positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    scope: int | None = computed("budget/2")
-    protect_recent: int | None = computed("min(10, budget/4)")
-    sinks: int = 4
+    scope: int | None = computed("budget/2", "0 or more")
+    protect_recent: int | None = computed("min(10, budget/4)", "0 or more")
+    sinks: int = limited(4, "0 or more")
     positions: Positions = "text"
 
     name: ClassVar = "roco"
@@ -56,12 +55,6 @@ class RoCo(Score):
     evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum", "square_sum", "count")
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        for field in ("scope", "protect_recent", "sinks"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise UsageError(f"roco: {field} must be 0 or more, got {value}")
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return mean_attention(state["attention_sum"], state["count"])
