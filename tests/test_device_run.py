@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.kernels.kind import Family
 from recipes.benchmarks.gpu import __main__ as command
 from recipes.benchmarks.gpu import kernels, memory, ran, right, speed

@@ -112,6 +112,20 @@ def test_imports_point_down():
     assert {file: names for file, names in found.items() if names} == {}
 
 
+CACHE = ("tensor_files", "slots", "steps", "features", "whole", "hooks", "entry", "files")
+
+
+def test_folders_of_the_cache_import_those_before_them():
+    found = []
+    for file in (PACKAGE / "cache").rglob("*/*.py"):
+        for name in imports(file):
+            own, *rest = file.parent.name, *name.split(".")[1:]
+            if rest[0] == "cache" and CACHE.index(rest[1]) > CACHE.index(own):
+                found.append(f"{module(file)}: {name}")
+    assert found == []
+    assert {each.stem for each in (PACKAGE / "cache").glob("*.py")} == {"__init__"}
+
+
 def at_head(body: Iterable[ast.stmt]) -> Iterator[Import]:
     """Imports that run when a module is imported."""
     for node in body:

@@ -17,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.compressed import attach
+from kvtool.cache.entry.build import attach, build_cache
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
 from kvtool.cache.hooks.attach import detach
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.planning.rocketkv import tokens_left
+from kvtool.planning.rocketkv_stages import tokens_left
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.grammar import parse_policy, read_spelling
 from kvtool.policies.guard import Guarded, fault
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.policies.numbers import Count, State
     from kvtool.policies.policy import Policy
 

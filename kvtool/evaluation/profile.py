@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.files.heads import heads_metadata
-from kvtool.cache.files.tensor_file import digest_of_file, write_tensors
+from kvtool.cache.tensor_files.heads import heads_metadata
+from kvtool.cache.tensor_files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileData, ProfileDocument
 from kvtool.errors import UsageError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool.cache.traffic import NAME
+from kvtool.cache.features.traffic import NAME
 from kvtool.maths.basis import moments, principal_components
 from kvtool.profiling.seen import Seen
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.entry.build import build_cache
 from kvtool.cache.hooks.attachment import attachment
 from kvtool.cache.hooks.probes import find_query_rotations
-from kvtool.cache.layers import attention_layers
+from kvtool.cache.whole.layers import attention_layers
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.finite import broken_entries, explain
+from kvtool.generation.broken_numbers import broken_entries, explain
 from kvtool.profiling.column_sums import Density
 from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis

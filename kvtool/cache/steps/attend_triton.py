@@ -184,8 +184,7 @@ def _over_codes(
     from kvtool.kernels.attend_codes import attend_codes
 
     form, stored = slots.form, slots.used_stored()
-    if not isinstance(form, CodedForm):
-        raise RuntimeError("these slots hold no codes that a kernel reads")
+    assert isinstance(form, CodedForm), "these slots hold codes"
     of_values, query = form.rotations[1], call.query
     if form.shifted or form.rotations[0] is not None:
         rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))

@@ -15,7 +15,7 @@ from kvtool.model_shape import trained_length
 from kvtool.models.chat import Answer, Frame, Piece, make_frame, read_answer, rest_behind
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.evaluation.bench.bench import Bench
 
 

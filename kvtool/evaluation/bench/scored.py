@@ -19,7 +19,7 @@ from kvtool.models.chat import Piece
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.evaluation.bench.bench import Bench
 
 _SHARE = 16  # an answer in one run may be this part of the kept tokens
