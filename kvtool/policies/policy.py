@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -16,11 +16,10 @@ from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.combination import (
-    SCORED,
-    check_budget_split,
     check_codec,
     check_evicted,
     check_evidence,
+    check_heads,
     check_pace,
     check_reader,
     check_rescore,
@@ -84,37 +83,8 @@ class Policy:
             check_numbers(part)
         if self.codec is not None:
             object.__setattr__(self, "codec", self.codec.shortest())
-        check_evidence(self.score)
-        check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
-        if self.select is not None:
-            check_select(self.select, self.score, self.head_split)
-        if self.pace is not None:
-            check_pace(self.pace, self.score, self.reader)
-        if self.heads is not None:
-            check_split(self.heads, self.score)
-        for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
-            if split is not None:
-                check_budget_split(split, over, self.score)
-        blind = self.score.evidence is Evidence.NOTHING and not self.score.sees_hidden
-        if self.heads is not None and self.heads.by_score and blind:
-            raise UsageError(
-                f"`{self.heads.modifier}` lets heads compete by their scores, "
-                f"and those of `{self.score.name}` say nothing of heads",
-                hint=f"{SCORED}, expected, lagkv, keydiff or knorm",
-            )
-        if self.rescore is not None:
-            check_rescore(self.rescore, self.score, self.select)
-        if self.evicted is not None:
-            check_evicted(self.evicted, self.score, self.pace)
-        if self.codec is not None:
-            check_codec(self.codec, self.score, self.read, self.on_evict)
-        used, split = self.on_evict, self.head_split
-        if used is not None and split is not None and self.when == "always":
-            raise UsageError(
-                f"`{used.name}` cannot follow heads of unequal counts while they decode, as "
-                f"`{self.score.name}` with `{split.modifier}` has them",
-                hint=f"put it on a policy that cuts a prompt: adakv+{used.name}",
-            )
+        for reason in self._reasons():
+            raise reason
         for name in (
             "when",
             "votes_again",
@@ -131,6 +101,27 @@ class Policy:
             "head_split",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
+
+    def _reasons(self) -> Iterator[UsageError]:
+        """Say why the parts do not go together, the reason that matters most first."""
+        score, pace, used, split = self.score, self.pace, self.on_evict, self.head_split
+        yield from check_evidence(score)
+        yield from check_reader(score, self.read, self._modifiers, used, split)
+        if self.select is not None:
+            yield from check_select(self.select, score, split)
+        if pace is not None:
+            yield from check_pace(pace, score, self.reader)
+        for own in (self.heads, self.allocate):
+            if own is not None:
+                yield from check_split(own, score)
+        if self.rescore is not None:
+            yield from check_rescore(self.rescore, score, self.select)
+        if self.evicted is not None:
+            yield from check_evicted(self.evicted, score, pace)
+        if self.codec is not None:
+            yield from check_codec(self.codec, score, self.reader, used)
+        if used is not None and split is not None and self.when == "always":
+            yield check_heads(used, score, split)
 
     def __deepcopy__(self, memo: dict) -> Policy:
         return self  # a value; a score of one's own may hold the weights of a network
