@@ -72,7 +72,9 @@ class Score(Role):
         layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
             such that the layer above keeps. The view shows them, and budgets must not grow with
             depth. `same`: those of all layers, which are cut at once, before a forward.
-        positions: what keys and queries are rotated by, see `Positions`.
+
+    Args:
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     evidence: ClassVar[Evidence] = Evidence.NOTHING

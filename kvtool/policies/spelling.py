@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from inspect import get_annotations
 from types import SimpleNamespace, UnionType
@@ -88,6 +88,21 @@ def read_part(text: str) -> tuple[str, str]:
             f"cannot read {quote(text.strip())} in a policy", hint="the form is name(key=value,..)"
         )
     return match[1], match[2] or ""
+
+
+def known_name(name: str, names: Iterable[str], kind: str) -> str:
+    """Return a name of a table as the table has it, in any case as typed.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    key = name.strip().lower()
+    if key not in names:
+        raise UsageError(
+            f"no {kind} named {quote(name)}; choose one of: {', '.join(names)}",
+            hint=did_you_mean(key, names),
+        )
+    return key
 
 
 def field_types(cls: type) -> dict[str, Any]:

@@ -6,12 +6,12 @@ A new policy is a line here, a file of its own and a test.
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
-from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
@@ -21,6 +21,7 @@ from kvtool.policies.policy import Part, Policy, compose
 from kvtool.policies.spelling import (
     defaults,
     field_types,
+    known_name,
     part_name,
     read_part,
     spell_settings,
@@ -114,6 +115,17 @@ class Entry:
     budget_kind: str
     goes_on: tuple[str, ...] = ()
     origin: str = "kvtool"
+
+
+def offered(name: str, table: Iterable[str], kind: str) -> str:
+    """Return a name of a table, in lower case.
+
+    Raises:
+        UsageError: it is not in there, or kvtool does not offer it.
+    """
+    if (key := name.strip().lower()) in REFUSED:
+        raise UsageError(f"policy `{key}` is not offered: {REFUSED[key]}")
+    return known_name(name, table, kind)
 
 
 Base = type[Score] | type[Read]
@@ -253,14 +265,7 @@ def about(name: str) -> About:
     """
     if is_outside(name):
         return _about_outside(name)
-    key = name.strip().lower().removeprefix("+")
-    if key in REFUSED:
-        raise UsageError(f"policy `{key}` is not offered: {REFUSED[key]}")
-    if key not in BASES | MODIFIERS:
-        raise UsageError(
-            f"no policy or modifier named {quote(name)}",
-            hint=did_you_mean(key, BASES | MODIFIERS) or "`kvtool policies` lists them",
-        )
+    key = offered(name.strip().removeprefix("+"), BASES | MODIFIERS, "policy or modifier")
     entries = describe()
     entry = next(each for each in entries if each.name == key)
     cls = policy_class(key)

@@ -188,8 +188,8 @@ def _bound(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ada(HeadSplit):
-    """Heads of a layer compete for its budget by their scores (AdaKV).
+class AdaSettings:
+    """The settings of the competition.
 
     Args:
         share: part of the budget that every head has for sure.
@@ -202,8 +202,14 @@ class Ada(HeadSplit):
     safeguard: Literal["mix", "force"] = "mix"
     normalise: bool = False
 
-    name: ClassVar = "ada"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
+
+
+@dataclass(frozen=True)
+class Ada(AdaSettings, HeadSplit):
+    """Heads of a layer compete for its budget by their scores (AdaKV)."""
+
+    name: ClassVar = "ada"
     by_score: ClassVar = True
 
     def tokens(self, heads: Heads) -> Tensor:

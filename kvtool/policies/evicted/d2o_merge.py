@@ -36,24 +36,24 @@ def nearest_kept(evicted: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple
 
     Args:
         evicted: (batch, kv_heads, evicted, head_dim).
-        kept: (batch, kv_heads, kept, head_dim).
+        kept: (batch, kv_heads, kept, head_dim) float32, of length 1.
         kept_positions: (batch, kv_heads, kept), -1 = empty, never the nearest.
 
     Returns:
         Cosine similarity, (batch, kv_heads, evicted) float32, and index of the kept key, int64.
     """
-    unit = torch.nn.functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
-    return _nearest(evicted, unit, kept_positions)
-
-
-def _nearest(evicted: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
-    evicted = torch.nn.functional.normalize(evicted.float(), dim=-1, eps=_EPSILON)
-    cosine = evicted @ unit.transpose(-1, -2)
+    evicted = unit_keys(evicted)
+    cosine = evicted @ kept.transpose(-1, -2)
     positions = kept_positions[:, :, None]
     cosine = cosine.masked_fill_(positions < 0, float("-inf"))
     best = cosine.amax(-1, keepdim=True)
     last = torch.iinfo(positions.dtype).max
     return best[..., 0], torch.where(cosine == best, positions, last).argmin(-1)
+
+
+def unit_keys(keys: Tensor) -> Tensor:
+    """Bring keys to length 1, in float32."""
+    return torch.nn.functional.normalize(keys.float(), dim=-1, eps=_EPSILON)
 
 
 def next_threshold(tau: Tensor, similarity: Tensor, valid: Tensor, beta: float) -> Tensor:
@@ -153,9 +153,9 @@ class D2OMerge(Merging):
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         keys, evicted = eviction.keys, eviction.evicted
-        unit = torch.nn.functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
+        unit = unit_keys(eviction.kept_keys)
         parts = [
-            _nearest(take(keys, place), unit, eviction.kept_positions)
+            nearest_kept(take(keys, place), unit, eviction.kept_positions)
             for (place,) in _chunks(unit, evicted)
         ]
         similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))

@@ -22,24 +22,18 @@ from kvtool.policies.scores.shared import KeepsEnds
 _EPSILON = 1e-12
 
 
-def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
-    """Compute minus the cosine between each key and the mean of the unit keys.
+def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Tensor:
+    """Compute minus the cosine between each key and the mean of the unit keys of its layer.
+
+    The unit keys are never written down: a sum of them, and a dot product with one, are those of
+    the keys weighted by their inverse lengths.
 
     Args:
-        keys: (batch, kv_heads, slots, key_dim).
+        keys: (batch, kv_heads, slots, key_dim) of each layer, stacked along the batch.
         stored: bool (batch, kv_heads, slots), the slots that are not empty; None: all.
 
     Returns:
         (batch, kv_heads, slots) float32, in [-1, 1].
-    """
-    return distances_from_anchors((keys,), stored)
-
-
-def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Tensor:
-    """Compute the same for several layers, stacked along the batch.
-
-    The unit keys are never written down: a sum of them, and a dot product with one, are those of
-    the keys weighted by their inverse lengths.
     """
     inverse = torch.cat([torch.linalg.vector_norm(each.float(), dim=-1) for each in keys])
     inverse = inverse.clamp_(min=_EPSILON).reciprocal_()
@@ -54,11 +48,7 @@ def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Ten
 
 @dataclass(frozen=True)
 class KeyDiff(KeepsEnds):
-    """Keep the tokens whose keys point away from the mean direction of all keys.
-
-    Args:
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
-    """
+    """Keep the tokens whose keys point away from the mean direction of all keys."""
 
     positions: Positions = "text"
 

@@ -42,7 +42,6 @@ class RoCo(Score):
         protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the
             budget.
         sinks: first tokens that are always kept.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     scope: int | None = computed("budget/2", "0 or more")

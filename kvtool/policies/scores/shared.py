@@ -18,6 +18,13 @@ from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed, limited
 
 
+class ByPosition(Score):
+    """Score tokens by their place in the text: what is newer is kept."""
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        return view.positions.float()
+
+
 @dataclass(frozen=True)
 class Voting(Score):
     """Score the tokens of a prompt by the votes of its last queries, which spread to neighbours.
@@ -60,7 +67,6 @@ class Summing(Score):
 
     Args:
         recent: newest tokens that are always kept; None: half of the budget.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     recent: int | None = computed("budget/2", "0 or more")

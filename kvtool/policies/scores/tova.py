@@ -24,7 +24,6 @@ class TOVA(Score):
     Args:
         head_reduce: `layer` averages over all query heads, so that every KV head keeps the same
             tokens; `kv_head` averages over the query heads of each KV head.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     head_reduce: Literal["layer", "kv_head"] = "layer"
