@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
-from kvtool.maths.votes import pool_votes
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
 from kvtool.policies.numbers import Count, State, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
