@@ -121,9 +121,9 @@ def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a p
 def _build_modifier(text: str, base: str) -> Any:
     name = read_part(text)[0]
     if is_outside(name) or name.lower() in BASES:
+        shown = name if is_outside(name) else name.lower()
         raise UsageError(
-            f"`{name if is_outside(name) else name.lower()}` is a base policy and cannot modify "
-            f"`{base}`; in Python a reader goes on other scores: Policy(score, read=reader)",
+            f"`{shown}` is a base policy and cannot modify `{base}`",
             hint=f"modifiers: {', '.join(MODIFIERS)}",
         )
     return _build(text, MODIFIERS, "modifier")

@@ -1,29 +1,9 @@
 """The roles of a policy, and what each is shown: all that a policy author reads.
 
 A policy runs no attention and moves no key: it names its evidence, keeps numbers beside the slots
-and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. A role has
-a `name`, as typed in a policy string, and a `paper`, where it comes from. Words:
-
-slots       buffers of a layer for keys and values, one token of one KV head each, in no order
-budget      slots that a layer may keep per KV head, sinks and recent included
-sinks       the first tokens of a text, on which attention rests whatever they say
-recent      the newest tokens
-window      the last queries of a prompt, which vote on what stays; also a model's sliding window
-protected   slots that stay whatever their score
-evidence    what a score is shown: nothing, keys, queries, attention, logits, a prompt repeated
-group       query heads that share a KV head
-score       the role that gives each slot its importance
-importance  a number for each slot, higher = keep
-rescore     the role that turns importance into another one that looks at values, too (CAOTE)
-select      the role that keeps tokens together instead of one by one (ChunkKV)
-pace        the role that says how many tokens are decoded between two cuts
-allocate    the role that splits a budget: over layers, or over the KV heads of a layer
-evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
-read        the role that chooses which of the kept tokens a decode step looks at (a reader)
-codec       the role that stores the key and value of a slot in fewer bits: codes, and scales
-prefill     reading a prompt; after it tokens are decoded, one at a time
-block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
-traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
+and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. The words
+are those of kvtool/README.md. A role is `score`, which gives each slot its importance, `rescore`,
+`select`, `pace`, `allocate`, `evicted`, `read` or `codec`.
 """
 
 from __future__ import annotations

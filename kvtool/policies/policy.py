@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
@@ -58,13 +58,8 @@ class Policy:
         codec: how the key and value of a slot are written down; None: as they are.
 
     Raises:
-        UsageError: a number that is not finite or too large; the rescore, or the split over heads,
-            needs attention scores and the score has none; a split of a budget that evicts nothing,
-            that all layers share, or that has a schedule of its own; something to be made of
-            evicted tokens where none are, where all layers are cut at once, where the score makes
-            something else of them, or where they leave heads of unequal counts while decoding; a
-            reader beside parts that it cannot work with; a codec where slots are read in part, or
-            changed.
+        UsageError: a number beyond its limits, or parts that do not go together (`combination`).
+        PolicyError: a score from outside that declares what does nothing (`declared`).
     """
 
     score: Score
@@ -385,44 +380,36 @@ class Policy:
         return "+".join(part_name(part) + spell_settings(part) for part in parts)
 
 
-Kind = TypeVar("Kind", bound=Part)
+_KINDS: dict[str, type] = {
+    "rescore": Rescore,
+    "heads": HeadSplit,
+    "allocate": Allocator,
+    "evicted": Evicted,
+    "read": Read,
+    "select": Select,
+    "pace": Pace,
+    "codec": Codec,
+}
+"""The field of a policy that takes a modifier; a split over heads is an allocator, too."""
 
 
 def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
-    """Put modifiers on a base.
-
-    Args:
-        base: a reader keeps everything.
+    """Put modifiers on a base; a reader keeps everything.
 
     Raises:
-        UsageError: a combination that makes no sense.
+        UsageError: two modifiers of one kind, or a combination that makes no sense.
     """
-    heads = [part for part in modifiers if isinstance(part, HeadSplit)]
-    layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
-    return Policy(
-        Full() if isinstance(base, Read) else base,
-        _only([part for part in modifiers if isinstance(part, Rescore)]),
-        _only(layers),
-        _only(heads),
-        _only([part for part in modifiers if isinstance(part, Evicted)]),
-        _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
-        _only([part for part in modifiers if isinstance(part, Select)]),
-        _only([part for part in modifiers if isinstance(part, Pace)]),
-        _only([part for part in modifiers if isinstance(part, Codec)]),
-    )
-
-
-def _only(parts: Sequence[Kind]) -> Kind | None:
-    """Return the only modifier of its kind, None if there is none."""
-    if len(parts) > 1:
-        names = [part_name(part) for part in parts]
-        twice = len(set(names)) < len(names)
-        raise UsageError(
-            f"modifier `{names[0]}` is given twice"
-            if twice
-            else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
-        )
-    return parts[0] if parts else None
+    parts: dict[str, Any] = {"read": base} if isinstance(base, Read) else {}
+    for part in modifiers:
+        field = next(name for name, kind in _KINDS.items() if isinstance(part, kind))
+        names = [part_name(each) for each in (parts.setdefault(field, part), part)]
+        if parts[field] is not part:
+            raise UsageError(
+                f"modifier `{names[0]}` is given twice"
+                if names[0] == names[1]
+                else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
+            )
+    return Policy(Full() if isinstance(base, Read) else base, **parts)
 
 
 def reads_whole(policy: Policy, *, planned: bool) -> bool:

@@ -23,8 +23,7 @@ class Codec(Role):
     Attributes:
         code_bits: of one channel.
         kernel_form: the form in `kvtool.kernels.checks.CODES` in which kernels read codes; None:
-            plain torch reads them. A class that writes its own `decode` names its own form; from
-            outside the package it runs in plain torch, which checks what `decode` returns.
+            plain torch reads them. A class that writes its own `decode` names its own form.
     """
 
     code_bits: ClassVar[int] = 8
