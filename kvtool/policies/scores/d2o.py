@@ -15,24 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
+from kvtool.policies.numbers import AnyCount, Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
 from kvtool.policies.spelling import limited
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
 
-@overload
-def recent_tokens(budget: int, sinks: int) -> int: ...
-@overload
-def recent_tokens(budget: Count, sinks: int) -> Count: ...
-def recent_tokens(budget: Count, sinks: int) -> Count:
+def recent_tokens(budget: AnyCount, sinks: int) -> AnyCount:
     """Count the newest tokens that a layer keeps: a quarter of what the sinks leave.
 
     >>> recent_tokens(100, sinks=4)

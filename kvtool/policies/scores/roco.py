@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
+from kvtool.policies.numbers import AnyCount, Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed, limited
 
@@ -70,9 +70,5 @@ class RoCo(Score):
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}
 
-    @overload
-    def _protect_recent(self, budget: int) -> int: ...
-    @overload
-    def _protect_recent(self, budget: Count) -> Count: ...
-    def _protect_recent(self, budget: Count) -> Count:
+    def _protect_recent(self, budget: AnyCount) -> AnyCount:
         return minimum(10, budget // 4) if self.protect_recent is None else self.protect_recent
