@@ -132,7 +132,11 @@ Base = type[Score] | type[Read]
 
 def policy_class(name: str) -> Any:
     """Return the class behind a name of the table."""
-    module, _, attribute = (BASES | MODIFIERS)[name].partition(":")
+    return _class_at((BASES | MODIFIERS)[name])
+
+
+def _class_at(place: str) -> Any:
+    module, _, attribute = place.partition(":")
     return getattr(import_module(f"kvtool.policies.{module}"), attribute)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "kvtool").rglob("README.md"))]
+PAGES += sorted((ROOT / "kvtool").rglob("reference.md"))
 MOST, MEAN = 40, 20
 CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LEFT_OUT = re.compile(r"^ *(?:\||#|</?[a-z]|<!--).*$", re.MULTILINE)  # tables, headlines, HTML

@@ -13,7 +13,7 @@ repetition, at equal steps over all of it, since no query of the prompt has seen
 
 The default penalty is small, and spoils exact retrieval: it fits what those queries saw, and tokens
 of little weight get values far from their own. With a ridge of 1 the bundled model loses a code of
-100 (kvtool/policies/README.md).
+100 (kvtool/policies/reference.md).
 
 A further turn is cut again. Its own last queries are used, over what the cache holds then: values
 that were refitted before, and the turn.
