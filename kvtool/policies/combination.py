@@ -161,7 +161,7 @@ def check_pace(pace: Pace, score: Score, reader: Read | None) -> Reasons:
 
 
 def check_evicted(evicted: Evicted, score: Score, pace: Pace | None) -> Reasons:
-    """Name what leaves nothing for a part that makes something of evicted tokens."""
+    """Name scores that leave nothing for a part that uses evicted tokens."""
     name = evicted.name
     if isinstance(evicted, SelectOnly):
         yield UsageError(f"`{name}` needs a score that comes with a reader, as rocketkv-mt does")
