@@ -12,15 +12,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows, MomentsAsked, RepetitionAsked
-from kvtool.policies.numbers import HeadSizes
+from kvtool.policies.evidence import AttentionRows as AttentionRows
+from kvtool.policies.evidence import MomentsAsked, RepetitionAsked
+from kvtool.policies.numbers import Count as Count
+from kvtool.policies.numbers import HeadSizes as HeadSizes
+from kvtool.policies.numbers import State as State
 from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from kvtool.maths.allocation import Allocation
     from kvtool.policies.allocate.problem import AllocationProblem
-    from kvtool.policies.numbers import Count, State
     from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
 
 Positions = Literal["text", "cache"]  # place in the text, or among the tokens that are kept

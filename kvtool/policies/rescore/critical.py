@@ -21,8 +21,7 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_mask
-from kvtool.policies.numbers import Count
-from kvtool.policies.parts import Rescore, SlotView
+from kvtool.policies.parts import Count, Rescore, SlotView
 from kvtool.policies.spelling import limited
 
 

@@ -20,9 +20,8 @@ from typing import ClassVar, Literal
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import AnyCount, Count, State
-from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
+from kvtool.policies.numbers import AnyCount
+from kvtool.policies.parts import AttentionRows, Count, Evicted, Evidence, Score, SlotView, State
 from kvtool.policies.spelling import limited
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent

@@ -14,8 +14,7 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import SlotView
+from kvtool.policies.parts import Count, SlotView, State
 from kvtool.policies.scores.shared import ByPosition
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, Positions, SlotView
+from kvtool.policies.parts import AttentionRows, Evidence, Positions, SlotView, State
 from kvtool.policies.scores.shared import KeepsEnds
 
 _EPSILON = 1e-12

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, SlotView
+from kvtool.policies.parts import AttentionRows, Evidence, SlotView, State
 from kvtool.policies.scores.shared import KeepsEnds
 
 _DROPPED = 16  # the lowest 4 bits of a float32

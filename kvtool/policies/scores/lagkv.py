@@ -28,9 +28,7 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Score, SlotView, State
 from kvtool.policies.spelling import limited
 
 _LEAST = 2  # tokens of a partition

@@ -31,9 +31,8 @@ from typing import ClassVar
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem
-from kvtool.policies.evidence import AttentionRows, asked
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Allocator, Evidence, Score, SlotView
+from kvtool.policies.evidence import asked
+from kvtool.policies.parts import Allocator, AttentionRows, Count, Evidence, Score, SlotView, State
 from kvtool.policies.spelling import limited
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import SlotView
+from kvtool.policies.parts import AttentionRows, SlotView, State
 from kvtool.policies.scores.shared import KeepsEnds
 from kvtool.policies.spelling import limited
 

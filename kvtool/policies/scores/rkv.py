@@ -20,9 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import pool_votes
 from kvtool.policies.every import Every
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, HeadSizes, State
-from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.parts import AttentionRows, Count, Evidence, HeadSizes, Score, SlotView, State
 from kvtool.policies.spelling import limited
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time

@@ -15,9 +15,8 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import AnyCount, Count, State, at_least_zero, half, minimum
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.numbers import AnyCount, at_least_zero, half, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Positions, Score, SlotView, State
 from kvtool.policies.spelling import computed, limited
 
 

@@ -12,9 +12,9 @@ from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import pool_votes
-from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
-from kvtool.policies.numbers import Count, State, half, minimum
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.evidence import QueryMoments, asked
+from kvtool.policies.numbers import half, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Positions, Score, SlotView, State
 from kvtool.policies.spelling import computed, limited
 
 

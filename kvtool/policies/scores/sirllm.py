@@ -25,9 +25,8 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State, at_least_zero, minimum
-from kvtool.policies.parts import Evidence, SlotView
+from kvtool.policies.numbers import at_least_zero, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, SlotView, State
 from kvtool.policies.scores.shared import KeepsEnds
 from kvtool.policies.spelling import limited
 

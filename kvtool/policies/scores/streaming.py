@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Positions, SlotView
+from kvtool.policies.parts import Count, Positions, SlotView, State
 from kvtool.policies.scores.shared import ByPosition
 from kvtool.policies.spelling import limited
 

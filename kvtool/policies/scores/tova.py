@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows, asked
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.evidence import asked
+from kvtool.policies.parts import AttentionRows, Evidence, Positions, Score, SlotView, State
 
 
 @dataclass(frozen=True)
