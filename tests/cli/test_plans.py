@@ -348,8 +348,8 @@ def test_commands_run_a_plan_by_heads(kvtool):
 @pytest.mark.parametrize(
     ("command", "policy", "told"),
     [
-        ("generate", "h2o+ada", "policy `h2o+ada` splits its budget over the KV heads by itself"),
-        ("compress", "quest", "policy `quest` reads as many tokens in every KV head"),
+        ("generate", "h2o+ada", "the KV heads of policy `h2o+ada` have no budgets of their own"),
+        ("compress", "quest", "the KV heads of policy `quest` have no budgets of their own"),
         ("eval", "pyramidinfer", "the KV heads of policy `pyramidinfer` have no budgets of their"),
     ],
 )
