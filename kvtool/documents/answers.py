@@ -11,11 +11,11 @@ from pathlib import Path
 from pydantic import ConfigDict, NonNegativeInt, TypeAdapter, model_validator
 
 from kvtool.documents.document import Section
-from kvtool.documents.files import lock, write_text
+from kvtool.documents.files import lock, write_text, writing
 from kvtool.documents.prompts import PromptEntry
 from kvtool.documents.readers import load_json
 from kvtool.documents.source import reason
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import UsageError
 
 
 class AnswerLine(Section):
@@ -87,10 +87,8 @@ class AnswersFile:
         Raises:
             UsageError: another run writes to it, or it holds something else.
         """
-        try:
+        with writing(self._path):
             file = self._path.open("a+b")
-        except OSError as error:
-            raise KvtoolError(f"cannot write `{self._path}`: {error.strerror or error}") from error
         with file:
             _lock(file.fileno(), self._path)
             file.seek(0)
@@ -107,11 +105,8 @@ class AnswersFile:
         Raises:
             KvtoolError: the system refused (no space, no permission).
         """
-        try:
-            with self._path.open("wb" if self._overwrite else "ab") as file:
-                file.write(answer.to_line().encode())
-        except OSError as error:
-            raise KvtoolError(f"cannot write `{self._path}`: {error.strerror or error}") from error
+        with writing(self._path), self._path.open("wb" if self._overwrite else "ab") as file:
+            file.write(answer.to_line().encode())
         self._overwrite = False
         self.answers[answer.index] = answer
 
