@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -160,15 +160,9 @@ MOST = 500  # policies, budgets, tasks or gates of a recipe
 
 
 class RecipeSection(Section):
-    """A part of a recipe: values are not converted, so that `yes` is no truth and "8" no number.
-
-    Attributes:
-        refused_keys: keys that are refused for a reason of their own.
-    """
+    """A part of a recipe: values are not converted, so that `yes` is no truth and "8" no number."""
 
     model_config = ConfigDict(strict=True)
-
-    refused_keys: ClassVar[dict[str, str]] = {}
 
 
 def _shape(value: Any) -> str:

@@ -7,10 +7,9 @@ known further up; here they are only spelled.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,6 +21,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     SerializerFunctionWrapHandler,
+    StringConstraints,
     Tag,
     WrapValidator,
     model_serializer,
@@ -41,7 +41,6 @@ from kvtool.documents.document import (
     listed,
 )
 from kvtool.documents.settings import Asking, ModelFields, Name
-from kvtool.documents.source import show
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import DEFAULT_BLOCK, LARGEST_SEED, Budget, check_temperature, spell_prefill
@@ -83,6 +82,13 @@ Bytes = Annotated[str, BeforeValidator(_bytes)]
 AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]
 
 
+def _check_one(section: RecipeSection, names: tuple[str, ...]) -> None:
+    given = [name for name in names if getattr(section, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        raise ValueError(f"must have one of {', '.join(names)}, got {got}")
+
+
 class BudgetMapping(RecipeSection):
     """Budgets of one kind: exactly one of the keys."""
 
@@ -93,10 +99,7 @@ class BudgetMapping(RecipeSection):
 
     @model_validator(mode="after")
     def _one(self) -> BudgetMapping:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none of them"
-            raise ValueError(f"must be one of tokens, ratio, bytes and plan, got {got}")
+        _check_one(self, ("tokens", "ratio", "bytes", "plan"))
         return self
 
     @model_serializer(mode="wrap")
@@ -123,41 +126,17 @@ def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
     return [Budget.parse(value) for value in values]
 
 
-_SYNTAX = re.compile(r"[(),=+\s]")
-
-
-def _policy(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f"must be a policy such as `h2o(recent=8)` or {{name: h2o, recent: 8}}, "
-            f"got {show(value)}"
-        )
-    return value.strip()
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value or _SYNTAX.search(value):
-        raise ValueError(
-            f"must be one name, without parameters or modifiers, such as `h2o`, got {show(value)}"
-        )
-    return value
-
-
-def _parameter(value: Any) -> Any:
-    if isinstance(value, (dict, list)) or (
-        isinstance(value, str) and (not value or _SYNTAX.search(value))
-    ):
-        raise ValueError(f"must be a number, a word, true, false or null, got {show(value)}")
-    return value
+Word = Annotated[str, StringConstraints(pattern=r"^[^(),=+\s]+$")]
+"""A text without the syntax of policy strings."""
 
 
 class PolicyMapping(RecipeSection):
     """A policy or a modifier by name; every further key is one of its parameters."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_parameter)]]
+    __pydantic_extra__: dict[str, bool | int | FiniteFloat | Word | None]
 
-    name: Annotated[str, BeforeValidator(_name)]
+    name: Word
 
     def __str__(self) -> str:
         """Return the policy string."""
@@ -177,7 +156,8 @@ def _spell(value: Any) -> str:
 
 
 PolicyChoice = Annotated[
-    Annotated[str, BeforeValidator(_policy), Tag(SHORT)] | Annotated[PolicyMapping, Tag(MAPPING)],
+    Annotated[str, StringConstraints(strip_whitespace=True, min_length=1), Tag(SHORT)]
+    | Annotated[PolicyMapping, Tag(MAPPING)],
     BY_SHAPE,
 ]
 
@@ -188,14 +168,6 @@ class _Named:
 
 class ModelChoice(RecipeSection, ModelFields, _Named):  # type: ignore[misc]
     """Which model runs, and how; the bundled reference model if there is no `id`."""
-
-    refused_keys: ClassVar[dict[str, str]] = {
-        "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code",
-        **{
-            name: f"unknown key `{name}`; did you mean `id`?"
-            for name in ("name", "model", "path", "folder", "repo")
-        },
-    }
 
 
 class Generation(RecipeSection):
@@ -223,14 +195,6 @@ def _named(value: Any) -> Any:
     return {"task": value} if isinstance(value, str) else value
 
 
-TASK_SETTINGS = (
-    *("batch", "chunk", "compile", "data", "depths", "digits", "example", "golden"),
-    *("haystack", "instruction", "lengths", "longest", "max_new_tokens", "memory", "mode"),
-    *("needles", "new_tokens", "preset", "prompt", "prompts", "questions", "reference"),
-    *("samples", "shots", "skip", "temperature", "thinking", "turns"),
-)
-
-
 class _Measured:
     tasks: Annotated[
         list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
@@ -246,10 +210,6 @@ class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     `within` is the bound of the verdict, in percent of the full cache's score, and `compare` names
     pairs of policies to compare (`mine,h2o`).
     """
-
-    refused_keys: ClassVar[dict[str, str]] = {
-        name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
-    }
 
     max_length: Tokens | None = None
     within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
@@ -268,9 +228,7 @@ class Gate(RecipeSection):
 
     @model_validator(mode="after")
     def _one(self) -> Gate:
-        if (self.min is None) == (self.max_drop is None):
-            got = "none" if self.min is None else "both"
-            raise ValueError(f"a gate has either `min` or `max_drop`, got {got}")
+        _check_one(self, ("min", "max_drop"))
         return self
 
 

@@ -139,7 +139,7 @@ def _sentence(details: ErrorDetails) -> str:
     if isinstance(cause, ValueError):
         return str(cause)
     message = details["msg"].replace("'", "`").replace("Input should", "must").rstrip(".")
-    return message[:1].lower() + message[1:]
+    return f"{message[:1].lower()}{message[1:]}, got {show(details['input'])}"
 
 
 def show(value: Any) -> str:
@@ -157,13 +157,9 @@ def show(value: Any) -> str:
 
 
 def _unknown(model: type[BaseModel], keys: Keys, *, suggest: bool) -> str:
-    key, models = str(keys[-1]), list(_models(model, keys[:-1]))
-    for cls in models:
-        reason = getattr(cls, "refused_keys", {}).get(key)
-        if reason:
-            return reason
-    names = [name for cls in models for name in cls.model_fields]
-    hint = did_you_mean(key, names) if suggest else None
+    key = str(keys[-1])
+    names = [name for cls in _models(model, keys[:-1]) for name in cls.model_fields]
+    hint = did_you_mean(key, names) or f"keys here: {', '.join(names)}" if suggest else None
     return f"unknown key {quote(key)}" + (f"; {hint}" if hint else "")
 
 

@@ -169,7 +169,7 @@ def test_a_mistake_is_told_at_its_place():
         ("model: {di: x}", "2:9: model.di: unknown key `di`; did you mean `id`?"),
         (
             "model: {id: x, trust_remote_code: false}",
-            "2:16: model.trust_remote_code: no file can allow this; pass the flag",
+            "2:16: model.trust_remote_code: unknown key `trust_remote_code`; keys here: id, rev",
         ),
         (
             "model: {dtype: fp16}",
@@ -177,28 +177,26 @@ def test_a_mistake_is_told_at_its_place():
         ),
         (
             "policy: [h2o, 3]",
-            "2:15: policy.1: must be a policy such as `h2o(recent=8)` or {name: h2o, recent: 8}, "
-            "got `3`",
+            "2:15: policy.1: must be text, got `3`",
         ),
         ("policy: []", "2:9: policy: list should have at least 1 item"),
         (
             "policy:\n- name: h2o+caote",
-            "3:9: policy.0.name: must be one name, without parameters or modifiers, such as `h2o`, "
-            "got `h2o+caote`",
+            "3:9: policy.0.name: string should match pattern",
         ),
         (  # no way into the string of a policy
             "policy: {name: h2o, recent: '8)+x('}",
-            "2:29: policy.recent: must be a number, a word, true, false or null, got `8)+x(`",
+            "2:29: policy.recent: string should match pattern",
         ),
         ("budget: 4k", "2:9: budget: lower-case `k` in `4k` is ambiguous; use `4K` (x 1024)"),
         ("budget: [64, 0]", "2:14: budget.1: budget 0 is not above 0; use tokens (`512`, `4K`)"),
         (
             "budget: {tokens: 64, ratio: 20%}",
-            "2:9: budget: must be one of tokens, ratio, bytes and plan, got tokens and ratio",
+            "2:9: budget: must have one of tokens, ratio, bytes, plan, got tokens and ratio",
         ),
         (
             "budget: {}",
-            "2:9: budget: must be one of tokens, ratio, bytes and plan, got none of them",
+            "2:9: budget: must have one of tokens, ratio, bytes, plan, got none of them",
         ),
         ("budget: {tokens: [64, 20%]}", "2:23: budget.tokens.1: `20%` is not a number of tokens"),
         ("budget: {ratio: 5}", "2:17: budget.ratio: `5` is not a share of the prompt; use `20%`"),
@@ -209,10 +207,10 @@ def test_a_mistake_is_told_at_its_place():
         ("generation: {temperature: -1}", "2:27: generation.temperature: must be at least 0"),
         ("eval: {tasks: [{samples: 3}]}", "2:16: eval.tasks.0.task: is required"),
         ("eval: {baseline: yes}", "2:18: eval.baseline: must be true or false, got `yes`"),
-        ("gates: [{task: x}]", "2:9: gates.0: a gate has either `min` or `max_drop`, got none"),
+        ("gates: [{task: x}]", "2:9: gates.0: must have one of min, max_drop, got none of them"),
         (
             "gates: [{task: x, min: 1, max_drop: 2}]",
-            "2:9: gates.0: a gate has either `min` or `max_drop`, got both",
+            "2:9: gates.0: must have one of min, max_drop, got min and max_drop",
         ),
         ("output: {plots: [pdf]}", "2:18: output.plots.0: must be `png` or `svg`, got `pdf`"),
     ]:

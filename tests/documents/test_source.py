@@ -452,7 +452,7 @@ def test_twenty_mistakes_are_told_and_the_number_of_the_rest():
     error = mistakes_of("".join(f"k{i}: 1\n" for i in range(57)))
     assert len(error.problems) == 57
     lines = error.report().splitlines()
-    assert lines[0] == "a:1:1: k0: unknown key `k0`"
+    assert lines[0] == "a:1:1: k0: unknown key `k0`; keys here: sinks"
     assert lines[57].startswith("a:20:1: k19: ")
     assert lines[60:] == ["and 37 more"]
     assert len(mistakes_of("k: 1\nl: 1\n").report().splitlines()) == 6
@@ -465,5 +465,5 @@ def test_long_keys_and_values_are_cut_in_messages():
 
 def test_keys_that_hold_line_ends_are_told_in_one_line():
     error = mistakes_of('{"a\\r\\nb\\u2028c": {"d\\ne": 1}}')
-    assert error.report().splitlines()[0] == "a:1:2: a b c: unknown key `a b c`"
+    assert error.report().splitlines()[0] == "a:1:2: a b c: unknown key `a b c`; keys here: sinks"
     assert len(error.report().splitlines()) == 3
