@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -159,8 +160,11 @@ def show(value: Any) -> str:
 def _unknown(model: type[BaseModel], keys: Keys, *, suggest: bool) -> str:
     key = str(keys[-1])
     names = [name for cls in _models(model, keys[:-1]) for name in cls.model_fields]
-    hint = did_you_mean(key, names) or f"keys here: {', '.join(names)}" if suggest else None
-    return f"unknown key {quote(key)}" + (f"; {hint}" if hint else "")
+    if not suggest:
+        return f"unknown key {quote(key)}"
+    near = get_close_matches(key[:_WAY], names, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"keys here: {', '.join(names)}"
+    return f"unknown key {quote(key)}; {hint}"
 
 
 def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:

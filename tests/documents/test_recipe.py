@@ -166,7 +166,7 @@ def test_a_mistake_is_told_at_its_place():
         ("seed: true", "2:7: seed: must be a whole number, got true"),
         ("seed: '3'", "2:7: seed: must be a whole number, got `3`"),
         ("model: 3", "2:8: model: must be a mapping, got `3`"),
-        ("model: {di: x}", "2:9: model.di: unknown key `di`; did you mean `id`?"),
+        ("model: {di: x}", "2:9: model.di: unknown key `di`; keys here: id, revision"),
         (
             "model: {id: x, trust_remote_code: false}",
             "2:16: model.trust_remote_code: unknown key `trust_remote_code`; keys here: id, rev",
