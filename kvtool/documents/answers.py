@@ -100,11 +100,7 @@ class AnswersFile:
             yield
 
     def append(self, answer: AnswerLine) -> None:
-        """Add an answer, at once.
-
-        Raises:
-            KvtoolError: the system refused (no space, no permission).
-        """
+        """Add an answer, at once."""
         with writing(self._path), self._path.open("wb" if self._overwrite else "ab") as file:
             file.write(answer.to_line().encode())
         self._overwrite = False

@@ -30,12 +30,7 @@ def as_folder(name: str) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a path that a long run could not be written to at its end.
-
-    Raises:
-        UsageError: the folder does not exist or is not writable, the path is a folder itself or a
-            device that takes nothing, or its name is too long.
-    """
+    """Refuse a path that a long run could not be written to at its end: `UsageError`."""
     check_name(path, option)
     if path.is_dir():
         raise UsageError(f"{option}: `{path}` is a folder, not a file")
@@ -62,11 +57,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 def check_name(path: Path, option: str) -> None:
-    """Refuse a path with a name that no file can have.
-
-    Raises:
-        UsageError: a part of it, or all of it, is longer than the system takes.
-    """
+    """Refuse a path that is longer than the system takes, or a part of it: `UsageError`."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
         limits = f"a file name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
@@ -74,11 +65,7 @@ def check_name(path: Path, option: str) -> None:
 
 
 def check_unicode(name: str, what: str) -> None:
-    """Refuse a file or folder whose name a document or a tokenizer has to hold, and cannot.
-
-    Raises:
-        UsageError: a byte of the name is not UTF-8.
-    """
+    """Refuse a name that is not UTF-8, where a document or a tokenizer has to hold it."""
     if name != printable(name):
         message = f"{what} {quote(name)} is not UTF-8"
         raise UsageError(message, hint="rename it, or link to it: ln -s OLD NEW")
@@ -137,9 +124,6 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Let `fill` write the files of a temporary folder, then put it in place as `write_with` does.
 
     Nothing, or an empty folder, is there before.
-
-    Raises:
-        KvtoolError: the system refused.
     """
     folder = Path(os.path.realpath(folder))
     with writing(folder):
@@ -201,13 +185,7 @@ def _make_temporary(path: Path, *, is_folder: bool) -> tuple[int, Path]:
 
 
 def lock(handle: int, *, wait: bool = True) -> bool:
-    """Lock an open file until it is closed, whatever ends the process.
-
-    Args:
-        wait: whether to wait for a process that holds the lock.
-
-    Returns:
-        Whether it is locked, which only a caller that does not wait has to ask.
+    """Lock an open file until it is closed; return whether it is, for callers that do not wait.
 
     Raises:
         OSError: the file system has no locks.
@@ -261,9 +239,8 @@ def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "te
     """Read a regular file, or what a shell hands over as one (`<(command)`, /dev/stdin).
 
     Args:
-        name: what the file is called in messages.
+        name, kind: what the file is called in messages, and what it is read as.
         most: bytes it may have.
-        kind: what it is read as, in words.
 
     Raises:
         UsageError: a device, a named pipe or a socket, which may never end; too large.
@@ -285,11 +262,7 @@ def _read_some(stream: BinaryIO, name: str, most: int, kind: str) -> bytes:
 
 
 def check_prompt(text: str, source: str) -> str:
-    """Return a prompt as it is, once it is known to be text that a tokenizer can read.
-
-    Raises:
-        UsageError: empty, or holding bytes that were not UTF-8 when the shell passed them.
-    """
+    """Return a prompt as it is; one that is empty or no UTF-8 is refused (`UsageError`)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -315,14 +288,11 @@ def read_prompt(path: str) -> str:
 def read_utf8(
     path: str | Path, what: str, *, most: int = MOST_BYTES, kind: str = "text"
 ) -> tuple[str, str]:
-    """Read a text file; `-`, as text, is stdin.
+    """Read a text file; `-`, as text, is stdin. Return what messages call it, and its text.
 
     Args:
         what: the file in words, such as `prompt file`.
         most, kind: as for `read_bytes`.
-
-    Returns:
-        What it is called in messages, and its text.
 
     Raises:
         UsageError: missing, unreadable, no regular file, too large or not UTF-8.

@@ -90,11 +90,7 @@ def join_surrogates(text: str) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Node:
-    """Read one YAML document.
-
-    Raises:
-        DocumentError: not YAML, or YAML that is refused.
-    """
+    """Read one YAML document; `DocumentError` where it is none, or is refused."""
     odd = Reader.NON_PRINTABLE.search(text)
     if odd:
         message = f"the character {odd[0]!r} has no place in YAML"
@@ -158,11 +154,7 @@ class _Composer:
         return top
 
     def value(self, event: _Event, keys: Keys, deep: int = 1) -> Node:
-        """Read a value whose first event is at hand.
-
-        Args:
-            deep: levels of mappings and lists around it, and one.
-        """
+        """Read a value whose first event is at hand, inside `deep` - 1 others."""
         at = _place(event)
         if isinstance(event, yaml.AliasEvent):
             return self.alias(event.anchor or "", at, deep)
@@ -336,11 +328,7 @@ Item = tuple[Mark, Callable[[], Any]]
 
 
 def json_array(text: str, name: str) -> Iterator[Item]:
-    """Yield the items of a text that is one JSON array, or the one value that it is.
-
-    Raises:
-        DocumentError: as `parse_json`.
-    """
+    """Yield the items of a text that is one JSON array, or the one value that it is."""
     top = parse_json(text, name)
     for item in top.value if isinstance(top.value, list) else [top]:
         yield item.mark, partial(getattr, item, "data")

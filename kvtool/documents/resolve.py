@@ -34,13 +34,7 @@ class Flags:
         self.defaults: list[tuple[str, dict[str, Any]]] = []
 
     def set(self, flag: str, value: Any, *keys: str, weak: bool = False) -> None:
-        """Set a value, unless it is None or an empty list.
-
-        Args:
-            flag: as typed, for errors.
-            keys: the way to it in a recipe.
-            weak: whether the environment gave it.
-        """
+        """Set a value, unless it is None or an empty list; `weak` if the environment gave it."""
         if value is None or value == []:
             return
         for key in reversed(keys):
@@ -187,13 +181,7 @@ def _check_beside_plan(flags: Flags, plan: str) -> None:
 
 
 def _check_code(source: Source, check_named: CheckNamed) -> None:
-    """Refuse code that a file names: scores of one's own, tasks of one's own.
-
-    What a flag or a Python call says has no place in a text, and may name code.
-
-    Raises:
-        UsageError: the first such name.
-    """
+    """Refuse code that a file names; what a flag or a Python call says has no place in a text."""
     for key in ("policy", "modifiers"):
         for node in _items(source.node.child(key)):
             named = node.child("name") or node
@@ -229,11 +217,7 @@ def _values_of_plan(plan: PlanDocument) -> dict[str, Any]:
 
 
 def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> PlanDocument | None:
-    """Return the plan that a recipe holds, or names relative to its own file.
-
-    Args:
-        piped: a plan that has been read already, which flags may have changed since.
-    """
+    """Return the plan that a recipe holds, or names relative to its own file; `piped` if it is."""
     if recipe.plan is None:
         return None
     if piped is not None and recipe.plan == piped.to_data():
@@ -250,10 +234,7 @@ Policy = TypeVar("Policy")
 
 
 def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy]) -> list[Policy]:
-    """Parse every policy with its modifiers.
-
-    Args:
-        parse: reads a policy string, `UsageError` if it cannot.
+    """Parse every policy with its modifiers; `parse` raises `UsageError` where it cannot.
 
     Raises:
         DocumentError: every policy or modifier that cannot be read, at its place.
@@ -313,15 +294,7 @@ def gather(*reads: Callable[[], Any]) -> list[Any]:
 
 
 def document_of(given: Any, what: str) -> Source | PlanDocument:
-    """Return a document that a Python call is given; a plan that is validated stays one.
-
-    Args:
-        given: a document, its data or its file.
-        what: is wanted, as an error begins.
-
-    Raises:
-        UsageError, DocumentError: a file that cannot be read; neither document, data nor file.
-    """
+    """Return what a Python call is given: a document (a plan stays one), its data or its file."""
     if isinstance(given, PlanDocument):
         return given
     return source_of(given.to_data() if isinstance(given, Recipe) else given, what)

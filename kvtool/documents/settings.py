@@ -102,12 +102,7 @@ def _without_extras(hint: Any) -> Any:
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
-    """Return the options that set a section of a recipe; an option that is None sets nothing.
-
-    Args:
-        leave_out: fields that have no option here.
-        under: the section's key in a recipe.
-    """
+    """Return the options that set the section of a recipe at `under`; None sets nothing."""
     made: list[Any] = []
     for each in settings_of(section):
         if each.name in leave_out:
@@ -273,11 +268,7 @@ class Asking:
         return self.chat_template
 
     def check_question(self) -> None:
-        """Refuse to keep a question that is read with its context.
-
-        Raises:
-            UsageError: that is asked for.
-        """
+        """Refuse to keep a question that is read with its context: `UsageError`."""
         if self.keep_question and self.query_aware is not False:
             raise UsageError(
                 "--keep-question keeps a question that comes after the context was compressed",

@@ -42,13 +42,7 @@ _BOUNDS = (
 def find_problems(
     error: ValidationError, model: type[BaseModel], node: Node, at: Keys
 ) -> list[Problem]:
-    """Turn what pydantic found into problems, in the order of the document.
-
-    Args:
-        model: what the value was validated with.
-        node: the value.
-        at: the way to it.
-    """
+    """Turn what pydantic found in the value at `at` into problems, in the document's order."""
     found: dict[tuple[Keys, bool], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         keys = _keys(details, node)
@@ -273,11 +267,7 @@ class Source:
             raise DocumentError(find_problems(error, model, node, at)) from None
 
     def take(self, model: type[Model], *, command: str) -> Model:
-        """Return the whole document as a model, whose kind it must have.
-
-        Raises:
-            DocumentError: another kind or version; every mistake, each with its place.
-        """
+        """Return the whole document as a model, whose kind it must have."""
         check_kind(self, takes=(model.model_fields["kind"].default,), command=command)
         return self.validate(model)
 
@@ -291,15 +281,7 @@ def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
 
 
 def read_source(path: str, *, option: str) -> Source:
-    """Read a document from a file, `-` for stdin.
-
-    Args:
-        option: what the path was given for, in errors.
-
-    Raises:
-        UsageError: stdin is a terminal; else as `read_file`.
-        DocumentError: a syntax error, or something that is refused, with its position.
-    """
+    """Read a document as `read_file` does, `-` from stdin; a terminal is refused."""
     if path != "-":
         return read_file(expand(path), option=option)
     if sys.stdin is None or sys.stdin.isatty():
@@ -314,6 +296,7 @@ def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
     """Read a document from a file.
 
     Args:
+        option: what the path was given for, in errors.
         kind: that another document says the file is; one that does not say so itself shows none of
             its lines.
 
@@ -337,14 +320,7 @@ def is_document(path: str | Path) -> bool:
 
 
 def source_of(given: Any, what: str) -> Source:
-    """Return a document that a Python call is given by its data or its file.
-
-    Args:
-        what: is wanted, as an error begins.
-
-    Raises:
-        UsageError, DocumentError: a file that cannot be read; neither data nor file.
-    """
+    """Return a document that is given by its data or its file; `what` begins an error."""
     if isinstance(given, Mapping):
         name = f"the {given.get('kind', 'recipe')}"
         return Source(name, Node.of(dict(given), Mark(name)))
@@ -354,26 +330,14 @@ def source_of(given: Any, what: str) -> Source:
 
 
 def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model:
-    """Return a document that is given as such, by its data or by its file.
-
-    Raises:
-        UsageError, DocumentError: as `source_of` and `Source.take`.
-    """
+    """Return a document that is given as such, by its data or by its file."""
     if isinstance(given, model):
         return given
     return source_of(given, what).take(model, command=command)
 
 
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
-    """Refuse a document that a command does not take.
-
-    Args:
-        takes: the kinds it takes.
-        command: as typed, such as `kvtool eval`.
-
-    Raises:
-        DocumentError: not a mapping, another kind or none, made by a newer kvtool.
-    """
+    """Refuse a document of a kind that a command (`kvtool eval`) does not take, or of none."""
     wanted = f"{command} takes kind {' or '.join(f'`{kind}`' for kind in takes)}"
     if not isinstance(source.node.value, dict):
         raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
@@ -390,11 +354,7 @@ def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
 
 
 def check_version(source: Source) -> None:
-    """Refuse a document of a schema that this kvtool does not know.
-
-    Raises:
-        DocumentError: `schema_version` is not 1.
-    """
+    """Refuse a document of a schema that this kvtool does not know."""
     node = source.node.child("schema_version")
     version = node.data if node else SCHEMA_VERSION
     if type(version) is not int or version != SCHEMA_VERSION:
