@@ -12,7 +12,7 @@ from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.documents.turns import Turns
+    from kvtool.documents.messages import Turns
 
 
 def with_budget(

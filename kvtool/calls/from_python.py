@@ -15,7 +15,7 @@ from kvtool.sizes import LARGEST_SEED, Budget
 
 if TYPE_CHECKING:
     from kvtool.calls.settings import PromptSettings
-    from kvtool.documents.turns import Turns
+    from kvtool.documents.messages import Turns
     from kvtool.policies.policy import Policy
 
 
@@ -220,7 +220,7 @@ def _read_cache(cache: Any) -> Any:
 def _read_turns(turns: Any) -> str | Turns | None:
     if turns is None or isinstance(turns, (str, Path)):
         return _path(turns, "turns")
-    from kvtool.documents.turns import make_turns
+    from kvtool.documents.messages import make_turns
 
     if not isinstance(turns, Sequence):
         raise UsageError(f"turns must be a file or a list, got {quote(repr(turns))}")

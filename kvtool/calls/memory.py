@@ -14,7 +14,7 @@ from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
 
 if TYPE_CHECKING:
-    from kvtool.documents.turns import Turns
+    from kvtool.documents.messages import Turns
     from kvtool.planning.machine import Run
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import kvtool.documents
-from kvtool.documents.answers import AnswerLine
 from kvtool.documents.document import Document, RecipeSection, Section, ShownDocument
 from kvtool.documents.generation import (
     CompileSection,
@@ -26,7 +25,7 @@ from kvtool.documents.generation import (
 from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument
-from kvtool.documents.prompts import PromptEntry
+from kvtool.documents.prompts import AnswerLine, PromptEntry
 from kvtool.documents.recipe import PrefillMapping, Recipe
 from kvtool.documents.results import (
     Average,

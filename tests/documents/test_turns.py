@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from kvtool.documents.messages import Turns, UserTurn, read_turns
 from kvtool.documents.tree import DocumentError
-from kvtool.documents.turns import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 
 SAID = [UserTurn("How?"), UserTurn(" Why?")]
