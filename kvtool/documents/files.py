@@ -303,10 +303,6 @@ def read_utf8(
             data = _read_some(sys.stdin.buffer, name, most, kind)
         else:
             data = read_bytes(expand(path), name, most=most, kind=kind)
-    except FileNotFoundError:
-        raise UsageError(f"{name} does not exist") from None
-    except IsADirectoryError:
-        raise UsageError(f"{name} is a folder, not a file") from None
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
     try:

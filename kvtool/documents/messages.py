@@ -28,7 +28,7 @@ from kvtool.documents.files import read_utf8
 from kvtool.documents.readers import Item, json_array, json_lines, load_json
 from kvtool.documents.source import problem_of, show
 from kvtool.documents.tree import DocumentError, Mark, Problem
-from kvtool.errors import UsageError, did_you_mean
+from kvtool.errors import UsageError, quote
 
 Role = Literal["system", "user", "assistant"]
 
@@ -90,14 +90,13 @@ def read_message(value: Any, keys: tuple[str, str]) -> Message:
     Raises:
         UsageError: what is wrong with it, without its place in the file.
     """
-    has = f"a message has `{keys[0]}` and `{keys[1]}`"
-    if not isinstance(value, dict):
-        raise UsageError(f"{has}, got {show(value)}")
-    more = [key for key, other in value.items() if key not in keys and not holds_nothing(other)]
-    if more:
-        raise UsageError(f"{has}, and no `{more[0]}`; {_ONLY_TEXT}")
-    if any(key not in value for key in keys):
-        raise UsageError(has)
+    given = value
+    if isinstance(value, dict):
+        given = {key: v for key, v in value.items() if key in keys or not holds_nothing(v)}
+    if not isinstance(given, dict) or given.keys() != set(keys):
+        got = ", ".join(map(quote, given)) if isinstance(given, dict) else show(given)
+        has = f"a message has `{keys[0]}` and `{keys[1]}`, got {got or 'nothing'}"
+        raise UsageError(f"{has}; {_ONLY_TEXT}")
     role, content = (value[key] for key in keys)
     roles = _OPENAI if keys[0] == "role" else _SHAREGPT
     if not isinstance(role, str) or role not in roles:
@@ -177,7 +176,6 @@ def read_history(text: str) -> ChatHistory:
 
 
 _FORMS = '"text", {"user": "text"}, {"prompt": "text"} or {"role": "user", "content": "text"}'
-_KEYS = ("user", "prompt", "role", "content", *LISTS)
 
 
 @dataclass(frozen=True)
@@ -332,12 +330,9 @@ def _parse(value: Any) -> list[_Said]:
             messages = read_conversation(value)
             last = len(messages) - 1
             return [_Said(m, begins=i == 0, ends=i == last) for i, m in enumerate(messages)]
-        unknown = [key for key in value if key not in _KEYS]
-        if unknown:
-            hint = did_you_mean(unknown[0], _KEYS)
-            raise UsageError(f"unknown key `{unknown[0]}`" + (f"; {hint}" if hint else ""))
-        if len(value) != 1:
-            raise UsageError("a turn has either `user` or `prompt`")
+        if len(value) != 1 or value.keys() - {"user", "prompt"}:
+            got = ", ".join(map(quote, value)) or "nothing"
+            raise UsageError(f"a turn has either `user` or `prompt`, got {got}")
         ((key, value),) = value.items()
     if not isinstance(value, str):
         raise UsageError(f"a turn is text, got {show(value)}")

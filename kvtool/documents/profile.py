@@ -102,6 +102,9 @@ class HeadLosses(Section):
     ]
 
 
+_PER_BUDGET = Unit("nats per token: a list per layer, a number per budget")
+
+
 class AnswerLosses(_Sparse):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
@@ -112,10 +115,8 @@ class AnswerLosses(_Sparse):
 
     policy: str
     budgets: Annotated[list[TokenCount], Unit("tokens per KV head of the layer that is cut")]
-    losses: Annotated[LayerCurves, Unit("nats per token: a list per layer, a number per budget")]
-    standard_errors: Annotated[
-        LayerCurves, Unit("nats per token: a list per layer, a number per budget")
-    ]
+    losses: Annotated[LayerCurves, _PER_BUDGET]
+    standard_errors: Annotated[LayerCurves, _PER_BUDGET]
     by_sample: Annotated[
         list[LayerCurves],
         Unit("nats per token: for each sample a list per layer, a number per budget"),

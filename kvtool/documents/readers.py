@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from yaml.reader import Reader
@@ -136,8 +136,8 @@ class _Composer:
     def note(self, at: int, keys: Keys, message: str) -> None:
         self.problems.append(Problem(self.mark(at), keys, message))
 
-    def wrong(self, at: int, message: str) -> DocumentError:
-        return DocumentError([Problem(self.mark(at), (), message)])
+    def refuse(self, at: int, message: str) -> NoReturn:
+        raise DocumentError([Problem(self.mark(at), (), message)])
 
     def document(self) -> Node:
         """Return the top of the only document; nothing at all is null."""
@@ -148,7 +148,7 @@ class _Composer:
         self.next()
         end = self.next()
         if not isinstance(end, yaml.StreamEndEvent):
-            raise self.wrong(_place(end), "a second document begins here; a file holds one")
+            self.refuse(_place(end), "a second document begins here; a file holds one")
         if self.problems:
             raise DocumentError(sorted(self.problems, key=lambda problem: problem.mark.index or 0))
         return top
@@ -161,11 +161,11 @@ class _Composer:
         before = self.count
         self.add(1, at)
         if deep > DEEPEST:
-            raise self.wrong(at, _TOO_DEEP)
+            self.refuse(at, _TOO_DEEP)
         if event.tag is not None:
             self.note(at, (), f"tags are not read, got `{event.tag}`")
         if event.anchor in self.anchors or event.anchor in self.open:
-            raise self.wrong(at, f"not valid YAML: found duplicate anchor `{event.anchor}`")
+            self.refuse(at, f"not valid YAML: found duplicate anchor `{event.anchor}`")
         if event.anchor is not None:
             self.open.add(event.anchor)
         value: Any
@@ -184,22 +184,22 @@ class _Composer:
     def add(self, count: int, at: int) -> None:
         self.count += count
         if self.count > _MOST_NODES:
-            raise self.wrong(at, f"more than {_MOST_NODES} values")
+            self.refuse(at, f"more than {_MOST_NODES} values")
 
     def alias(self, anchor: str, at: int, deep: int) -> Node:
         """Return the value that an alias names, unless it is large."""
         if anchor in self.open:
-            raise self.wrong(at, "an alias inside what it stands for")
+            self.refuse(at, "an alias inside what it stands for")
         if anchor not in self.anchors:
-            raise self.wrong(at, f"not valid YAML: found undefined alias `{anchor}`")
+            self.refuse(at, f"not valid YAML: found undefined alias `{anchor}`")
         node, size = self.anchors[anchor]
         self.aliased += size
         if self.aliased > _MOST_ALIASED:
             message = f"aliases stand for more than {_MOST_ALIASED} values; write them out"
-            raise self.wrong(at, message)
+            self.refuse(at, message)
         self.add(size, at)
         if deep + node.depth > DEEPEST:
-            raise self.wrong(at, _TOO_DEEP)
+            self.refuse(at, _TOO_DEEP)
         return node
 
     def sequence(self, keys: Keys, deep: int) -> list[Node]:

@@ -191,14 +191,8 @@ class TaskEntry(RecipeSection):
         return dict(self.__pydantic_extra__ or {})
 
 
-def _named(value: Any) -> Any:
-    return {"task": value} if isinstance(value, str) else value
-
-
 class _Measured:
-    tasks: Annotated[
-        list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
-    ] = Field(default_factory=list)
+    tasks: Annotated[list[TaskEntry], Field(max_length=MOST), Listed] = Field(default_factory=list)
     baseline: bool = True
     limit: PositiveInt | None = None
     compare: Annotated[list[Name], Field(max_length=MOST), Listed] = Field(default_factory=list)
@@ -277,10 +271,6 @@ def _spelled(value: Any, validate: Any) -> str:
     return str(validate(value))
 
 
-def _identified(value: Any) -> Any:
-    return {"id": value} if isinstance(value, str) else value
-
-
 class Recipe(Document):
     """A run. What is left out has the default of the command."""
 
@@ -288,7 +278,7 @@ class Recipe(Document):
 
     kind: Literal["recipe"] = "recipe"
     name: Name | None = None
-    model: Annotated[ModelChoice, BeforeValidator(_identified)] = Field(default_factory=ModelChoice)
+    model: ModelChoice = Field(default_factory=ModelChoice)
     policy: Annotated[list[PolicyChoice], Field(min_length=1, max_length=MOST), Listed] | None = (
         None
     )

@@ -304,7 +304,7 @@ def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
         UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
-    text = read_utf8(path, f"{option}:", most=_LARGEST, kind="document")[1]
+    text = read_utf8(path, option, most=_LARGEST, kind="document")[1]
     if kind is not None and not re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text):
         text = Hidden(text)
     return Source.parse(text, str(path), path)

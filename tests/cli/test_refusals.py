@@ -21,7 +21,7 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "no size": (["-p", "h2o", "-b", "lots"], 2, "`lots` is not a size", "64MiB"),
     "lower-case k": (["-p", "h2o", "-b", "4k"], 2, "lower-case `k` in `4k`", "`4K`"),
     "budget without policy": (["-b", "64"], 2, "--budget needs a policy", "h2o+caote"),
-    "missing file": (["--prompt-file", "gone.txt"], 2, "`gone.txt` does not exist", None),
+    "missing file": (["--prompt-file", "gone.txt"], 2, "`gone.txt`: No such file", None),
     "not UTF-8": (["--prompt-file", "latin1.txt"], 2, "not UTF-8: byte 0xe9 at offset 3", "iconv"),
     "two prompts and turns": (
         ["--prompt-file", "utf8.txt", "--prompt", "a", "--turns", "turns.txt"],
@@ -59,7 +59,7 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
         "--dtype: `float` is not one of `auto`, `float32`",
         None,
     ),
-    "surplus word": (["text"], 2, "recipe or plan: `text` does not exist", None),
+    "surplus word": (["text"], 2, "cannot read recipe or plan `text`: No such", None),
 }
 
 

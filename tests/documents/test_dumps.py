@@ -104,7 +104,7 @@ RECIPE = {
     "policy": ["h2o", {"name": "tova", "scope": 1}],
     "budget": {"ratio": ["20%"]},
     "generation": {"stop": ["x"]},
-    "eval": {"tasks": ["niah", {"task": "ppl", "samples": 2}]},
+    "eval": {"tasks": [{"task": "niah"}, {"task": "ppl", "samples": 2}]},
     "gates": [{"task": "niah", "min": 0.5}],
     "output": {"plots": True},
     "claim": {"says": "h2o is better", "pairs": [{"arm": "h2o", "than": "tova"}]},

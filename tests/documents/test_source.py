@@ -231,15 +231,15 @@ def test_files_that_are_no_documents_are_refused(tmp_path):
         with pytest.raises(UsageError, match=match):
             read_source(str(path), option="RECIPE")
 
-    refused(r"^RECIPE: `.*a\.yaml` does not exist$")
+    refused(r"^cannot read RECIPE `.*a\.yaml`: No such file")
     path.write_bytes(b"a: \xe4\n")
-    refused(r"^RECIPE: `.*a\.yaml` is not UTF-8: byte 0xe4 at offset 3; convert it, .* iconv")
+    refused(r"^RECIPE `.*a\.yaml` is not UTF-8: byte 0xe4 at offset 3; convert it, .* iconv")
     path.write_text("# nothing\n")
     refused(r"^`.*a\.yaml` is empty$")
     path.write_bytes(b"#" * (4 * 2**20) + b"\n")
-    refused(r"^RECIPE: `.*a\.yaml` is larger than 4 MiB")
+    refused(r"^RECIPE `.*a\.yaml` is larger than 4 MiB")
     path = tmp_path
-    refused(r"^RECIPE: `.*` is a folder, not a file$")
+    refused(r"^cannot read RECIPE `.*`: Is a directory$")
 
 
 # ---- validation
