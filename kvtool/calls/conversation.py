@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.calls.request import Request, encode, note_text, spell_budget
 from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.generation import (
@@ -28,7 +28,10 @@ from kvtool.generation.fidelity import join_fidelities
 from kvtool.generation.reading import reading
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
-from kvtool.planning.held import beyond_plan, use_plan
+from kvtool.planning.bytes import Text
+from kvtool.planning.plan_in_use import beyond_plan, held_by_plan
+from kvtool.planning.rocketkv_stages import planned_stages
+from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.watcher import Listener, Watcher
 
 
@@ -41,14 +44,16 @@ def plan_in_use(
         tokens: of the prompt.
         new: tokens that are generated at most.
     """
-    if request.plan is None or not request.policy.takes_budget:
+    plan, policy, text = request.plan, request.policy, Text(tokens, new)
+    if plan is None or not policy.takes_budget:
         return None
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    used = use_plan(request.plan, request.policy, prompt=tokens, new=new, dtype=dtype)
-    beyond = beyond_plan(request.plan, used, tokens, new)
+    held = held_by_plan(plan, policy, loaded.model.config, dtype, text)
+    beyond = beyond_plan(plan, held, text)
     if beyond is not None:
         watcher.note(f"note: after this {beyond}")
-    return PlanSection.of(request.plan, used.tokens, used.stages, used.held)
+    stages = planned_stages(plan, policy, tokens)
+    return PlanSection.of(plan, tokens_for_prompt(plan, tokens), stages, held)
 
 
 def document_of(

@@ -11,7 +11,7 @@ from kvtool.models.load import Loaded
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.report.kept.text import KeptText
 
 
@@ -53,7 +53,7 @@ def show_texts(
     if path is None:
         watcher.show_kept(texts)
         return
-    from kvtool.report.kept.page import kept_page
+    from kvtool.report.kept.text import kept_page
 
     write_text(path, kept_page(texts, full_answer))
     watcher.note(f"kept text in {path}")

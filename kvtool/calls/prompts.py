@@ -209,7 +209,7 @@ class PromptsRun:
     @property
     def why_alone(self) -> str | None:
         """Say why prompts are answered one by one; None: they share a cache."""
-        from kvtool.cache.batching import why_apart
+        from kvtool.cache.whole.batching import why_apart
 
         return why_apart(self.request.policy)
 

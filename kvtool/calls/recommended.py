@@ -115,10 +115,10 @@ def reasons(
     return [*lines, *(f"left out: {each}" for each in found.left_out)]
 
 
-def _standing(arm: str, results: ResultsDocument) -> str:
+def _standing(variant: str, results: ResultsDocument) -> str:
     """Say whether the verdict has a variant within its bound."""
     verdict = results.verdict
-    found = None if verdict is None else verdict.of(arm)
+    found = None if verdict is None else verdict.of(variant)
     if verdict is None or found is None:
         return ""
     unsure = "undecided whether within" if found.standing == "undecided" else found.standing

@@ -22,7 +22,7 @@ from kvtool.sizes import (
 )
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.messages import Turns
     from kvtool.documents.prompts import PromptEntry
     from kvtool.policies.policy import Policy

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
+    AliasChoices,
     BaseModel,
     ConfigDict,
     Discriminator,
@@ -19,6 +20,8 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
 )
 
 from kvtool.errors import printable
@@ -54,9 +57,6 @@ def _scalar(value: Any) -> str:
     return json.dumps(plain, ensure_ascii=False)
 
 
-VIEW, TEXT = "kvtool.report.view", "kvtool.report.text"
-"""The modules that show documents and caches: names, since `report` imports the documents."""
-
 TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 """Tokens of a text, 1 or more."""
 
@@ -65,6 +65,11 @@ ByteCount = Annotated[NonNegativeInt, Field(le=MOST_BYTES)]
 
 Share = Annotated[FiniteFloat, Field(gt=0, le=1)]
 """A share of something, and not nothing."""
+
+
+WAS_ARM = Field(validation_alias=AliasChoices("variant", "arm"))
+WERE_ARMS = Field(validation_alias=AliasChoices("variants", "arms"))
+"""Keys of fields that older files have under another name."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,18 @@ class Section(BaseModel):
                 yield from (((name, *keys), text) for keys, text in value.units())
 
 
+class SparseSection(Section):
+    """A section that is written without null: in its `optional` fields, or in any if None."""
+
+    optional: ClassVar[tuple[str, ...] | None] = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        names = found if self.optional is None else self.optional
+        return {key: each for key, each in found.items() if each is not None or key not in names}
+
+
 class Document(Section):
     """A whole document; subclasses add a `kind`. Sections that were not measured are left out."""
 
@@ -125,9 +142,9 @@ class Document(Section):
         return dump_yaml(self.to_data(), dict(self.units()))
 
 
-def view() -> Any:
-    """Import the module that shows documents and caches, once something is shown."""
-    return import_module(VIEW)
+def report(name: str) -> Any:
+    """Import a module of `report` once something is shown: it imports the documents itself."""
+    return import_module(f"kvtool.report.{name}")
 
 
 class ShownDocument(Document):
@@ -139,7 +156,7 @@ class ShownDocument(Document):
         Args:
             width: characters of a line.
         """
-        written: str = import_module(TEXT).text(self, width)
+        written: str = report("text").text(self, width)
         return written
 
     def to_pandas(self) -> Any:
@@ -148,11 +165,11 @@ class ShownDocument(Document):
         Raises:
             UsageError: pandas is not installed.
         """
-        return view().frame(self)
+        return report("view").frame(self)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""
-        return view().html(self)
+        return report("view").html(self)
 
 
 SHORT, MAPPING = "<short>", "<mapping>"

@@ -14,8 +14,6 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -24,6 +22,7 @@ from kvtool.documents.document import (
     ByteCount,
     Section,
     ShownDocument,
+    SparseSection,
     TokenCount,
     Unit,
 )
@@ -50,15 +49,7 @@ class ProfileData(Section):
     fingerprint: str
 
 
-class _Sparse(Section):
-    """A section that leaves out what was not measured."""
-
-    @model_serializer(mode="wrap")
-    def _measured(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
-
-class Jaccard(_Sparse):
+class Jaccard(SparseSection):
     """Overlap of what a score keeps step by step and what it would keep with nothing evicted.
 
     `rates` are shares of the text that are kept; each score has layers x rates.
@@ -105,7 +96,7 @@ class HeadLosses(Section):
 _PER_BUDGET = Unit("nats per token: a list per layer, a number per budget")
 
 
-class AnswerLosses(_Sparse):
+class AnswerLosses(SparseSection):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
     `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
@@ -152,7 +143,7 @@ class MemoryTable(Section):
     ]
 
 
-class Metrics(_Sparse):
+class Metrics(SparseSection):
     """The measurements, means over heads and samples.
 
     Attributes:
@@ -221,7 +212,7 @@ class RecomputeGrid(Section):
     grid: list[RecomputePoint]
 
 
-class Curves(_Sparse):
+class Curves(SparseSection):
     """The curves behind some of the metrics."""
 
     query_cosine: CosineCurve | None = None

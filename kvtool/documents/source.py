@@ -61,7 +61,8 @@ def find_problems(
 
 def first_mistake(error: ValidationError) -> str:
     """Say what is wrong with a single value, such as that of a flag."""
-    return _message(error.errors(include_url=False)[:1])
+    first, *more = error.errors(include_url=False)
+    return _message([first, *(each for each in more if each["input"] is first["input"])])
 
 
 def reason(error: ValueError) -> str:
