@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import NonNegativeInt, TypeAdapter
 
 from kvtool.documents.files import read_utf8
-from kvtool.documents.readers import Item, json_array, json_lines, load_json
+from kvtool.documents.readers import Item, json_array, json_lines, try_json
 from kvtool.documents.source import problem_of, show
 from kvtool.documents.tree import DocumentError, Mark, Problem
 from kvtool.errors import UsageError, quote
@@ -223,7 +223,7 @@ def read_turns(path: str) -> Turns:
         return _join(json_array(text, shown), name)
     first = start.split("\n", 1)[0]
     if suffix == ".jsonl" or (
-        suffix != ".txt" and (first.startswith("{") or isinstance(_value(first), str))
+        suffix != ".txt" and (first.startswith("{") or isinstance(try_json(first), str))
     ):
         return _join(json_lines(text, shown), name)
     lines = [line.removesuffix("\r") for line in text.split("\n")]
@@ -244,18 +244,11 @@ def make_turns(items: Sequence[Any]) -> Turns:
 
 def _is_array(start: str, suffix: str) -> bool:
     """Whether a text is one JSON array or conversation, or an array that cannot be read."""
-    value = _value(start) if start[0] in "[{" else None
+    value = try_json(start) if start[0] in "[{" else None
     if isinstance(value, (list, dict)):
         return isinstance(value, list) or any(key in value for key in LISTS)
     damaged = start[0] == "[" and start[1:].lstrip()[:1] in ("{", '"')
     return damaged and suffix not in (".txt", ".jsonl")
-
-
-def _value(text: str) -> Any:
-    try:
-        return load_json(text)
-    except ValueError:
-        return None
 
 
 @dataclass(frozen=True)

@@ -16,17 +16,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import (
+    AfterValidator,
     ConfigDict,
     NonNegativeInt,
-    StringConstraints,
-    ValidationError,
     model_validator,
 )
 
 from kvtool.documents.document import Section, TokenCount
-from kvtool.documents.files import lock, read_utf8, write_text, writing
+from kvtool.documents.files import check_prompt, lock, read_utf8, write_text, writing
 from kvtool.documents.messages import LISTS, Message, check_order, read_conversation
-from kvtool.documents.readers import Item, json_array, json_lines, load_json
+from kvtool.documents.readers import Item, json_array, json_lines, load_json, try_json
 from kvtool.documents.source import problem_of, reason, show
 from kvtool.documents.tree import DocumentError, Mark, Problem
 from kvtool.errors import UsageError
@@ -47,7 +46,7 @@ class _Line(Section):
 
 
 class _TextLine(_Line):
-    prompt: Annotated[str, StringConstraints(pattern=r"\S")]
+    prompt: Annotated[str, AfterValidator(partial(check_prompt, source="the prompt"))]
 
 
 class PromptEntry(_Line):
@@ -78,27 +77,12 @@ def read_prompts(path: str, *, keep_bad: bool = False) -> list[PromptEntry]:
     """
     name, text = read_utf8(path, "prompts file")
     shown = "<stdin>" if path == "-" else path
-    whole = text.lstrip().startswith("[") and _is_list(text)
+    whole = text.lstrip().startswith("[") and isinstance(try_json(text), list)
     return _read(json_array(text, shown) if whole else json_lines(text, shown), name, keep_bad)
 
 
-def _is_list(text: str) -> bool:
-    try:
-        return isinstance(load_json(text), list)
-    except ValueError:
-        return False
-
-
 def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[PromptEntry]:
-    """Return the prompts of a list, each of them as a line of a file has it.
-
-    Args:
-        keep_bad: as for `read_prompts`.
-
-    Raises:
-        UsageError: none.
-        DocumentError: every item that is none.
-    """
+    """Return the prompts of a list, each of them as a line of a file has it; see `read_prompts`."""
     marked = [
         (Mark(f"prompt {place}"), partial(lambda item: item, item))
         for place, item in enumerate(items)
@@ -134,12 +118,7 @@ def _read(items: Iterable[Item], name: str, keep_bad: bool) -> list[PromptEntry]
 def _read_prompt(value: Any) -> PromptEntry:
     if not isinstance(value, dict) or not any(key in value for key in LISTS):
         text = {"prompt": value} if isinstance(value, str) else value
-        try:
-            return PromptEntry(**_TextLine.model_validate(text).model_dump())
-        except ValidationError as error:
-            if error.errors()[0]["type"] == "string_pattern_mismatch":
-                raise ValueError("the prompt is empty") from None
-            raise
+        return PromptEntry(**_TextLine.model_validate(text).model_dump())
     beside = {key: value[key] for key in _Line.model_fields if key in value}
     more = _Line.model_validate(beside)
     messages = read_conversation({key: value[key] for key in value if key not in beside})

@@ -374,3 +374,11 @@ def load_json(data: bytes | str, *, unique: bool = False) -> Any:
     if b"\\ud" in data.lower() if isinstance(data, bytes) else "\\ud" in data.lower():
         join_surrogates(json.dumps(value, ensure_ascii=False))
     return value
+
+
+def try_json(text: str) -> Any:
+    """Return what a text is as JSON, None where it is none."""
+    try:
+        return load_json(text)
+    except ValueError:
+        return None

@@ -7,7 +7,6 @@ known further up; here they are only spelled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -20,11 +19,9 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
     StringConstraints,
     Tag,
     WrapValidator,
-    model_serializer,
     model_validator,
 )
 
@@ -36,6 +33,7 @@ from kvtool.documents.document import (
     SHORT,
     Document,
     RecipeSection,
+    SparseSection,
     TokenCount,
     counted,
     listed,
@@ -89,7 +87,7 @@ def _check_one(section: RecipeSection, names: tuple[str, ...]) -> None:
         raise ValueError(f"must have one of {', '.join(names)}, got {got}")
 
 
-class BudgetMapping(RecipeSection):
+class BudgetMapping(RecipeSection, SparseSection):
     """Budgets of one kind: exactly one of the keys."""
 
     tokens: Annotated[list[Tokens], NotEmpty, Listed] | None = None
@@ -102,28 +100,12 @@ class BudgetMapping(RecipeSection):
         _check_one(self, ("tokens", "ratio", "bytes", "plan"))
         return self
 
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if value is not None}
-
 
 BudgetChoice = Annotated[
     Annotated[list[AnyBudget], NotEmpty, Listed, Tag(SHORT)]
     | Annotated[BudgetMapping, Tag(MAPPING)],
     BY_SHAPE,
 ]
-
-
-def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
-    """Return each budget; a plan is none."""
-    if choice is None:
-        return []
-    values: Sequence[int | str]
-    if isinstance(choice, BudgetMapping):
-        values = choice.tokens or choice.ratio or choice.bytes or []
-    else:
-        values = choice
-    return [Budget.parse(value) for value in values]
 
 
 Word = Annotated[str, StringConstraints(pattern=r"^[^(),=+\s]+$")]
@@ -140,13 +122,8 @@ class PolicyMapping(RecipeSection):
 
     def __str__(self) -> str:
         """Return the policy string."""
-        given = [f"{key}={_spell(value)}" for key, value in self.parameters.items()]
+        given = [f"{key}={_spell(value)}" for key, value in self.__pydantic_extra__.items()]
         return self.name + (f"({','.join(given)})" if given else "")
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that are given."""
-        return dict(self.__pydantic_extra__)
 
 
 def _spell(value: Any) -> str:
@@ -309,7 +286,10 @@ class Recipe(Document):
 
     def budgets(self) -> list[Budget]:
         """Return the budgets; empty without, and with a plan."""
-        return budgets_of(self.budget)
+        budget = self.budget or []
+        if isinstance(budget, BudgetMapping):
+            budget = budget.tokens or budget.ratio or budget.bytes or []
+        return [Budget.parse(value) for value in budget]
 
     @property
     def plan(self) -> str | dict[str, Any] | None:
