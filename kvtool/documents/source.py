@@ -212,10 +212,10 @@ class Source:
         return cls(name, node, path)
 
     @classmethod
-    def empty(cls, kind: str = "recipe") -> Source:
-        """Return a document without settings, for a command line that names no file."""
+    def empty(cls) -> Source:
+        """Return a recipe without settings, for a command line that names no file."""
         name = "command line"
-        return cls(name, Node.of({"kind": kind, "schema_version": SCHEMA_VERSION}, Mark(name)))
+        return cls(name, Node.of({"kind": "recipe", "schema_version": SCHEMA_VERSION}, Mark(name)))
 
     @property
     def data(self) -> Any:
@@ -261,7 +261,10 @@ class Source:
             raise DocumentError([self.problem(at, "is required")])
         if isinstance(node.value, dict):
             kept = {key: child for key, child in node.value.items() if key not in without}
-            node = replace(node, value=kept | _from_flags(given or {}))
+            for key, value in (given or {}).items():
+                flag = Mark(f"--{key.replace('_', '-')} {value}")
+                kept[key] = replace(Node.of(value, flag), key=flag)
+            node = replace(node, value=kept)
         try:
             return model.model_validate(node.data)
         except ValidationError as error:
@@ -271,14 +274,6 @@ class Source:
         """Return the whole document as a model, whose kind it must have."""
         check_kind(self, takes=(model.model_fields["kind"].default,), command=command)
         return self.validate(model)
-
-
-def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
-    nodes = {}
-    for key, value in given.items():
-        flag = Mark(f"--{key.replace('_', '-')} {value}")
-        nodes[key] = replace(Node.of(value, flag), key=flag)
-    return nodes
 
 
 def read_source(path: str, *, option: str) -> Source:
@@ -340,18 +335,18 @@ def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
     """Refuse a document of a kind that a command (`kvtool eval`) does not take, or of none."""
     wanted = f"{command} takes kind {' or '.join(f'`{kind}`' for kind in takes)}"
+    kind, got, hint = source.kind, show(source.kind), None
+    if kind in takes:
+        return check_version(source)
     if not isinstance(source.node.value, dict):
-        raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
-    if source.node.child("kind") is None:
-        problem = source.problem((), f"`kind` is missing; {wanted}")
-        raise DocumentError([problem], hint=f"add the line `kind: {takes[0]}`")
-    if source.kind not in takes:
-        hint = did_you_mean(str(source.kind), takes)
-        if source.kind == "profile" and "plan" in takes:
-            hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
-        problem = source.problem(("kind",), f"{wanted}, got {show(source.kind)}")
-        raise DocumentError([problem], hint=hint)
-    check_version(source)
+        got = show(source.data)
+    elif kind is None:
+        got, hint = "none", f"add the line `kind: {takes[0]}`"
+    elif kind == "profile" and "plan" in takes:
+        hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
+    else:
+        hint = did_you_mean(str(kind), takes)
+    raise DocumentError([source.problem(("kind",), f"{wanted}, got {got}")], hint=hint)
 
 
 def check_version(source: Source) -> None:

@@ -405,7 +405,7 @@ def test_other_kinds_are_refused_in_one_line():
     for text, told, hint in [
         (
             "policy: h2o\n",
-            "a.yaml:1:1: `kind` is missing; kvtool eval takes kind `recipe` or `plan`",
+            "a.yaml:1:1: kind: kvtool eval takes kind `recipe` or `plan`, got none",
             "add the line `kind: recipe`",
         ),
         (
@@ -418,7 +418,7 @@ def test_other_kinds_are_refused_in_one_line():
             "a.yaml:1:7: kind: kvtool eval takes kind `recipe` or `plan`, got `recipee`",
             "did you mean `recipe`?",
         ),
-        ("- 1\n", "a.yaml:1:1: kvtool eval takes kind `recipe` or `plan`, got a list", None),
+        ("- 1\n", "a.yaml:1:1: kind: kvtool eval takes kind `recipe` or `plan`, got a list", None),
         (
             "kind: plan\nschema_version: 2\n",
             "a.yaml:2:17: schema_version: this kvtool reads 1, got `2`",
