@@ -157,15 +157,8 @@ class AnswerLine(Section):
     @classmethod
     def of_bad(cls, index: int, asked: PromptEntry, why: str) -> AnswerLine:
         """Return the line of a prompt that cannot be answered."""
-        return cls(
-            index=index,
-            id=asked.id,
-            text="",
-            token_ids=[],
-            prompt_tokens=0,
-            new_tokens=0,
-            error=why,
-        )
+        none: dict[str, Any] = {"text": "", "token_ids": [], "prompt_tokens": 0, "new_tokens": 0}
+        return cls(index=index, id=asked.id, error=why, **none)
 
     def to_line(self) -> str:
         """Return the answer as a line of JSON; only a line without an answer has an `error`."""

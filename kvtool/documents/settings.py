@@ -189,14 +189,7 @@ MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
 class Asking:
     """How prompts are put: what a recipe's `eval` and the protocol of a run share.
 
-    Attributes:
-        query_aware: whether the question is in the prompt that is compressed; None leaves it to
-            the task.
-        keep_question: whether a question that comes after the context has been compressed is kept
-            whole, beside the budget; else it is compressed with what is left.
-        shared_prefill: whether a sample's prompt is read once for all variants that can share it.
-        answers: `decoded`, or `scored`: how likely the right answer is, in place of an answer.
-        max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
+    `query_aware: None` leaves it to the task, `max_length: None` is what the model was trained for.
     """
 
     query_aware: Annotated[

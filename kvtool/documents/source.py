@@ -95,7 +95,7 @@ def _keys(details: ErrorDetails, node: Node) -> Keys:
     return tuple(keys)
 
 
-def _mark(node: Node, keys: Keys, *, key: bool) -> Mark:
+def _mark(node: Node, keys: Keys, *, key: bool = False) -> Mark:
     """Return the mark of the last node on the way: of its key if asked for and there is one."""
     for part in keys:
         child = node.child(part)
@@ -235,9 +235,9 @@ class Source:
             node = node.child(key) if node else None
         return node
 
-    def problem(self, keys: Keys, message: str, *, at_key: bool = False) -> Problem:
-        """Return a problem at a value, or at its key; what is missing is reported at its parent."""
-        return Problem(_mark(self.node, keys, key=at_key), keys, message)
+    def problem(self, keys: Keys, message: str) -> Problem:
+        """Return a problem at a value; what is missing is reported at its parent."""
+        return Problem(_mark(self.node, keys), keys, message)
 
     def validate(
         self,

@@ -376,7 +376,6 @@ def test_others_add_problems_at_places():
     problem = source.problem(("eval", "tasks", 1), "no task `rulr`")
     assert str(problem) == "a.yaml:2:17: eval.tasks.1: no task `rulr`"
     assert (problem.place, problem.path) == ("a.yaml:2:17", "eval.tasks.1")
-    assert source.problem(("eval", "tasks"), "", at_key=True).place == "a.yaml:2:3"
     assert source.problem(("eval", "limit"), "").place == "a.yaml:2:3"
 
 
