@@ -95,14 +95,10 @@ def _step(node: Node, keys: Keys, at: int, flag: Mark) -> str | int:
     if isinstance(node.value, dict):
         return str(key)
     if not isinstance(node.value, list):
-        message = f"is neither a mapping nor a list, so it has no `{key}`"
-    elif not isinstance(key, int):
-        message = f"is a list; `{key}` is not an index"
-    elif key >= len(node.value):
-        message = f"has no item {key}, only {len(node.value)}; append with `+=`"
-    else:
-        return key
-    _refuse(flag, keys[:at], message)
+        _refuse(flag, keys[:at], f"is neither a mapping nor a list, so it has no `{key}`")
+    if not isinstance(key, int) or key >= len(node.value):
+        _refuse(flag, keys[:at], f"is a list of {len(node.value)} and has no item `{key}`")
+    return key
 
 
 def overlay(below: Node, above: Node, keys: Keys = ()) -> Node:

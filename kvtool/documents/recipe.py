@@ -66,12 +66,6 @@ def _bytes(value: Any) -> str:
     return str(budget)
 
 
-def _plan(value: Any) -> Any:
-    if value is not None and (not isinstance(value, (str, dict)) or not value):
-        raise ValueError("must be the path of a plan, or a plan")
-    return value
-
-
 NotEmpty = Field(min_length=1, max_length=MOST)
 Listed = BeforeValidator(listed)
 Tokens = Annotated[TokenCount, BeforeValidator(counted)]
@@ -93,7 +87,7 @@ class BudgetMapping(RecipeSection, SparseSection):
     tokens: Annotated[list[Tokens], NotEmpty, Listed] | None = None
     ratio: Annotated[list[Ratio], NotEmpty, Listed] | None = None
     bytes: Annotated[list[Bytes], NotEmpty, Listed] | None = None
-    plan: Annotated[Any, BeforeValidator(_plan)] = None
+    plan: Annotated[str | dict[str, Any], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> BudgetMapping:

@@ -201,7 +201,7 @@ def test_a_mistake_is_told_at_its_place():
         ("budget: {tokens: [64, 20%]}", "2:23: budget.tokens.1: `20%` is not a number of tokens"),
         ("budget: {ratio: 5}", "2:17: budget.ratio: `5` is not a share of the prompt; use `20%`"),
         ("budget: {bytes: 4K}", "2:17: budget.bytes: `4K` is not a number of bytes; use `64MiB`"),
-        ("budget: {plan: 3}", "2:16: budget.plan: must be the path of a plan, or a plan"),
+        ("budget: {plan: 3}", "2:16: budget.plan: must be text or a mapping, got `3`"),
         ("prefill: blok", "2:10: prefill: prefill must be full, block or block:M, got `blok`"),
         ("prefill: {mode: full, block: 8}", "2:10: prefill: mode `full` feeds the prompt at once"),
         ("generation: {temperature: -1}", "2:27: generation.temperature: must be at least 0"),
