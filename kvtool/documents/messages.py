@@ -60,11 +60,7 @@ class Message(NamedTuple):
 
 
 def read_conversation(value: Mapping[str, Any]) -> list[Message]:
-    """Read an object that holds a whole conversation under `messages` or `conversations`.
-
-    Raises:
-        UsageError: what is wrong with it, without its place in the file.
-    """
+    """Read an object that holds a whole conversation; `UsageError` as of `read_message`."""
     key, *others = (key for key in LISTS if key in value)
     for other in others + [key for key in value if key not in (*LISTS, "id")]:
         if not holds_nothing(value[other]):
@@ -82,10 +78,7 @@ def read_conversation(value: Mapping[str, Any]) -> list[Message]:
 
 
 def read_message(value: Any, keys: tuple[str, str]) -> Message:
-    """Read a message; other keys may be beside it if they hold nothing.
-
-    Args:
-        keys: of its role and of its content.
+    """Read a message; keys other than those of role and content may be there if they hold nothing.
 
     Raises:
         UsageError: what is wrong with it, without its place in the file.
@@ -122,11 +115,7 @@ def _part(part: Any) -> str:
 
 
 def check_order(messages: Sequence[Message]) -> None:
-    """Refuse messages whose last one is not the user's, or whose system message is not first.
-
-    Raises:
-        UsageError: the first mistake.
-    """
+    """Refuse messages whose last one is not the user's, or whose system message is not first."""
     if any(each.role == "system" for each in messages[1:]):
         raise UsageError("a system message comes before all others")
     if messages[-1].role != "user":
@@ -164,11 +153,7 @@ class ChatHistory:
 
 
 def read_history(text: str) -> ChatHistory:
-    """Read what `ChatHistory.to_text` wrote.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Read what `ChatHistory.to_text` wrote; anything else is a `ValueError`."""
     history = TypeAdapter(ChatHistory).validate_json(text)
     if history.answer_tokens > history.tokens:
         raise ValueError("its answer has more tokens than the whole text")
@@ -231,12 +216,7 @@ def read_turns(path: str) -> Turns:
 
 
 def make_turns(items: Sequence[Any]) -> Turns:
-    """Return the turns that a list holds, each of them as a file has it.
-
-    Raises:
-        UsageError: none, or none that is answered.
-        DocumentError: everything that is no turn.
-    """
+    """Return the turns that a list holds, each of them as a file has it; see `read_turns`."""
     if not items:
         raise UsageError("turns hold no turn")
     return _join([(Mark("turns"), partial(lambda item: item, item)) for item in items], "turns")
@@ -262,12 +242,7 @@ class _Said:
 
 
 def _join(items: Iterable[Item], name: str) -> Turns:
-    """Read items, and put answers that are given to their questions.
-
-    Raises:
-        UsageError: no turn is to be answered.
-        DocumentError: what is no turn; messages in an order that no conversation has.
-    """
+    """Read items, put given answers to their questions, and check the order of messages."""
     found: list[tuple[Mark, _Said]] = []
     problems: list[Problem] = []
     for mark, read in items:
@@ -309,11 +284,7 @@ def _join(items: Iterable[Item], name: str) -> Turns:
 
 
 def _parse(value: Any) -> list[_Said]:
-    """Read one item of a file.
-
-    Raises:
-        UsageError: what is wrong with it, without its place.
-    """
+    """Read one item of a file; say what is wrong with it without its place."""
     key = "user"
     if isinstance(value, dict):
         for keys in LISTS.values():

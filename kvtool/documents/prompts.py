@@ -183,11 +183,7 @@ class AnswersFile:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[None]:
-        """Hold the file, read it, and cut off a last line that is not whole.
-
-        Raises:
-            UsageError: another run writes to it, or it holds something else.
-        """
+        """Hold the file, which holds answers only, and cut off a last line that is not whole."""
         with writing(self._path):
             file = self._path.open("a+b")
         with file:

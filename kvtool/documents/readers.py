@@ -272,11 +272,7 @@ class _JsonComposer(_Composer):
 
 
 def parse_json(text: str, name: str) -> Node:
-    """Read one JSON document with the json module; places are looked up when something is wrong.
-
-    Raises:
-        DocumentError: not JSON, or JSON that is refused.
-    """
+    """Read one JSON document with the json module; places are looked up when something is wrong."""
     try:
         return _Places(text, name).tree(load_json(text, unique=True), ())
     except json.JSONDecodeError as error:
@@ -353,13 +349,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(data: bytes | str, *, unique: bool = False) -> Any:
-    """Read JSON whose numbers are finite and whose texts are whole.
+    """Read JSON whose numbers are finite and whose texts are whole; `ValueError` for anything else.
 
     Args:
         unique: whether a key that is given twice is refused.
-
-    Raises:
-        ValueError: anything else, and what is nested too deep.
     """
     try:
         value = json.loads(data, object_pairs_hook=_unique if unique else None, **_NUMBERS)

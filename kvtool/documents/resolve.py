@@ -24,9 +24,7 @@ from kvtool.sizes import parse_count
 class Flags:
     """Settings beside a recipe, weakest first: each flag as typed, and its value as a recipe's.
 
-    Attributes:
-        values: lie over the recipe.
-        defaults: those of the environment, over which the recipe lies.
+    The recipe overrides `defaults`, which are of the environment, and `values` override the recipe.
     """
 
     def __init__(self) -> None:
@@ -152,8 +150,7 @@ def read_recipe(
     Args:
         source: a document of kind `recipe`.
         flags: what flags set, weakest first: the flag as typed, and values nested as in a recipe.
-        sets: `--set` flags, stronger than the others.
-        unsets: `--unset` flags.
+        sets, unsets: `--set` and `--unset` flags, stronger than the others.
         defaults: as `flags`, weaker than the document.
 
     Raises:
@@ -270,12 +267,7 @@ def _blamed(recipe: Recipe, source: Source, i: int, parse: Callable[[str], Any])
 
 
 def gather(*reads: Callable[[], Any]) -> list[Any]:
-    """Return what each of several readings of a document gives.
-
-    Raises:
-        DocumentError: the mistakes of all of them.
-        UsageError: the first that has no place in the document.
-    """
+    """Return what each of several readings gives, or raise the mistakes of all of them at once."""
     values, problems, mistake = [], [], None
     for read in reads:
         try:

@@ -199,12 +199,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str, name: str, path: Path | None = None) -> Source:
-        """Read JSON if the text begins with `{` or `[`, else YAML.
-
-        Raises:
-            DocumentError: a syntax error, or something that is refused, with its position.
-            UsageError: the text is empty.
-        """
+        """Read JSON if the text begins with `{` or `[`, else YAML; an empty text is refused."""
         read = parse_json if text.lstrip()[:1] in ("{", "[") else parse_yaml
         node = read(text, name)
         if node.value is None:
