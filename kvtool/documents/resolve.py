@@ -27,22 +27,24 @@ class Flags:
     The recipe overrides `defaults`, which are of the environment, and `values` override the recipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Sequence[str] = ()) -> None:
+        self._environment = {f"--{name.replace('_', '-')}" for name in environment}
         self.values: list[tuple[str, dict[str, Any]]] = []
         self.defaults: list[tuple[str, dict[str, Any]]] = []
 
-    def set(self, flag: str, value: Any, *keys: str, weak: bool = False) -> None:
-        """Set a value, unless it is None or an empty list; `weak` if the environment gave it."""
+    def set(self, flag: str, value: Any, *keys: str) -> None:
+        """Set the value of a flag as typed at `keys`, unless it is None or an empty list."""
         if value is None or value == []:
             return
         for key in reversed(keys):
             value = {key: value}
+        weak = flag.split()[0] in self._environment
         (self.defaults if weak else self.values).append((flag, value))
 
 
 def flags_of(settings: Any) -> Flags:
     """Return what settings set in a recipe: every field whose flag has a place there."""
-    flags, environment = Flags(), getattr(settings, "environment", ())
+    flags = Flags(getattr(settings, "environment", ()))
     for each in settings_of(type(settings)):
         key, value = each.flag.key, getattr(settings, each.name)
         if key is None or value is None:
@@ -55,8 +57,7 @@ def flags_of(settings: Any) -> Flags:
             value = parse_count(value)
         if not isinstance(value, (str, bool, int, float, list)):
             value = str(value)
-        typed = f"--{each.flag.name.replace('_', '-')} {value}"
-        flags.set(typed, value, *key.split("."), weak=each.flag.name in environment)
+        flags.set(f"--{each.flag.name.replace('_', '-')} {value}", value, *key.split("."))
     return flags
 
 
