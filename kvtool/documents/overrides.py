@@ -185,7 +185,8 @@ def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
     if path.resolve() in outer:
         raise UsageError(f"`{path}` includes itself")
     included = read_file(path, option="include", kind="recipe")
-    values, keys, message = included.node.value, (), None
+    values, message = included.node.value, None
+    keys: Keys = ()
     if included.kind not in (None, "recipe"):
         keys, message = ("kind",), f"an included file is a recipe, got {show(included.kind)}"
     elif not isinstance(values, dict):

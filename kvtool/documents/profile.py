@@ -6,7 +6,7 @@ Every list over layers has `model.layers` entries, null for a layer that the ana
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -288,7 +288,8 @@ def _tables(name: str, losses: AnswerLosses | HeadLosses) -> Iterator[tuple[str,
     """Yield every list of layers in losses."""
     yield f"{name}.losses", losses.losses
     yield f"{name}.standard_errors", losses.standard_errors
-    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(losses.by_sample))
+    samples: Sequence[list[Any]] = losses.by_sample
+    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(samples))
 
 
 def _check_lists(name: str, value: Any, *axes: tuple[str, int]) -> None:

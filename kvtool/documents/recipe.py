@@ -7,6 +7,7 @@ known further up; here they are only spelled.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
@@ -280,10 +281,12 @@ class Recipe(Document):
 
     def budgets(self) -> list[Budget]:
         """Return the budgets; empty without, and with a plan."""
-        budget = self.budget or []
-        if isinstance(budget, BudgetMapping):
-            budget = budget.tokens or budget.ratio or budget.bytes or []
-        return [Budget.parse(value) for value in budget]
+        sizes: Sequence[int | str]
+        if isinstance(self.budget, BudgetMapping):
+            sizes = self.budget.tokens or self.budget.ratio or self.budget.bytes or []
+        else:
+            sizes = self.budget or []
+        return [Budget.parse(size) for size in sizes]
 
     @property
     def plan(self) -> str | dict[str, Any] | None:
