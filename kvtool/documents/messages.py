@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import NonNegativeInt, TypeAdapter
 
@@ -35,18 +35,9 @@ Role = Literal["system", "user", "assistant"]
 LISTS = {"messages": ("role", "content"), "conversations": ("from", "value")}
 """Keys that hold a whole conversation, and the keys of its messages."""
 
-_OPENAI: dict[str, Role] = {
-    "system": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "developer": "system",
-}
-_SHAREGPT: dict[str, Role] = {
-    "system": "system",
-    "human": "user",
-    "gpt": "assistant",
-    "user": "user",
-    "assistant": "assistant",
+_OTHERS: dict[str, dict[str, Role]] = {  # names of roles, beside their own
+    "role": {"developer": "system"},
+    "from": {"human": "user", "gpt": "assistant"},
 }
 _TEXT_PARTS = ("text", "input_text", "output_text")
 _ONLY_TEXT = "kvtool reads messages of text alone"
@@ -91,7 +82,7 @@ def read_message(value: Any, keys: tuple[str, str]) -> Message:
         has = f"a message has `{keys[0]}` and `{keys[1]}`, got {got or 'nothing'}"
         raise UsageError(f"{has}; {_ONLY_TEXT}")
     role, content = (value[key] for key in keys)
-    roles = _OPENAI if keys[0] == "role" else _SHAREGPT
+    roles: dict[str, Role] = {role: role for role in get_args(Role)} | _OTHERS[keys[0]]
     if not isinstance(role, str) or role not in roles:
         choices = ", ".join(roles)
         raise UsageError(f"no {keys[0]} {show(role)}; choose one of: {choices}; {_ONLY_TEXT}")

@@ -54,16 +54,18 @@ def _ratio(value: Any) -> str:
     budget = Budget.parse(value)
     if budget.tokens == 1:
         budget = Budget(ratio=Fraction(1))
-    if budget.ratio is None:
-        raise UsageError(f"{quote(value)} is not a share of the prompt", hint="use `20%` or `0.2`")
-    return str(budget)
+    return _spell_if(budget.ratio, budget, f"{quote(value)} is not a share of the prompt (`20%`)")
 
 
 def _bytes(value: Any) -> str:
     whole = isinstance(value, int) and not isinstance(value, bool)
     budget = Budget(bytes=value) if whole else Budget.parse(value)
-    if budget.bytes is None:
-        raise UsageError(f"{quote(value)} is not a number of bytes", hint="use `64MiB`")
+    return _spell_if(budget.bytes, budget, f"{quote(value)} is not a number of bytes (`64MiB`)")
+
+
+def _spell_if(there: object, budget: Budget, refusal: str) -> str:
+    if there is None:
+        raise UsageError(refusal)
     return str(budget)
 
 

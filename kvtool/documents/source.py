@@ -146,8 +146,6 @@ def show(value: Any) -> str:
         return "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return "a number of hundreds of digits"
     text = str(value)
     return f"`{text if len(text) <= 40 else text[:37] + '...'}`"
 
