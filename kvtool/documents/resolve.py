@@ -235,36 +235,25 @@ def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy
     """Parse every policy with its modifiers; `parse` raises `UsageError` where it cannot.
 
     Raises:
-        DocumentError: every policy or modifier that cannot be read, at its place.
+        DocumentError: every policy that cannot be read, at its place or that of the modifiers.
     """
     parsed: list[Policy] = []
     problems: dict[str, Problem] = {}
-    for i, text in enumerate(recipe.policies()):
+    listed = isinstance(getattr(source.node.child("policy"), "value", None), list)
+    for i, whole in enumerate(recipe.policies()):
         try:
-            parsed.append(parse(text))
+            parsed.append(parse(whole))
+            continue
         except UsageError as error:
-            problem = _blamed(recipe, source, i, parse) or source.problem(
-                ("modifiers",), str(error)
-            )
-            problems[str(problem)] = problem
+            problem = source.problem(("modifiers",), str(error))
+        try:
+            parse(str((recipe.policy or [])[i]))
+        except UsageError as error:
+            problem = source.problem(("policy", i) if listed else ("policy",), str(error))
+        problems[str(problem)] = problem
     if problems:
         raise DocumentError(list(problems.values()))
     return parsed
-
-
-def _blamed(recipe: Recipe, source: Source, i: int, parse: Callable[[str], Any]) -> Problem | None:
-    """Return why a policy cannot be read alone, or else with one of its modifiers."""
-    choice = (recipe.policy or [])[i]
-    tried = [("policy", i, f"{choice}")]
-    tried += [("modifiers", j, f"{choice}+{each}") for j, each in enumerate(recipe.modifiers)]
-    for key, at, text in tried:
-        try:
-            parse(text)
-        except UsageError as error:
-            node = source.node.child(key)
-            listed = node is not None and isinstance(node.value, list)
-            return source.problem((key, at) if listed else (key,), str(error))
-    return None
 
 
 def gather(*reads: Callable[[], Any]) -> list[Any]:
