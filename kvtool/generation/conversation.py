@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.documents.messages import ChatHistory, Message
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import ChatHistory, Message, UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
 from kvtool.generation.repeating import instruct_chat
