@@ -17,9 +17,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.cache.cache import KVCache
     from kvtool.documents.generation import ExportDocument
-    from kvtool.engines.vllm.virtual_prompt import VirtualPrompt
     from kvtool.models.attached import ModelSource
-    from kvtool.models.load import Loaded
 
 _USAGE = "kvtool export book.kv.safetensors --to vllm --save exported/book.safetensors"
 
@@ -101,12 +99,11 @@ class ExportSettings(ModelSettings):
         with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
             from kvtool.cache.files.load import load_cache
 
+            names = {"model_name": loaded.name, "tokenizer": loaded.tokenizer}
             cache = load_cache(file, loaded.model)
-            exported = export_loaded(cache, loaded, self.dtype)
-        for line in exported.notes:
-            watcher.note(line)
-        exported.save(save)
-        return document_of(exported, save)
+            return write_exported(
+                cache, save, watcher, model=loaded.model, dtype=self.dtype, **names
+            )
 
 
 def export(
@@ -154,32 +151,28 @@ def export(
         return asked.run(watcher)
     path = expand(str(save))
     _check_save(path)
+    return write_exported(cache, path, watcher, model=model, tokenizer=tokenizer, dtype=dtype)
+
+
+def write_exported(
+    cache: KVCache, path: Path, watcher: Watcher, *, dtype: str = "auto", **more: Any
+) -> ExportDocument:
+    """Export a cache into a file, and return what there is to say of it.
+
+    Args:
+        dtype: of the exported keys and values; `auto`: that of the model.
+        more: further arguments of `kvtool.engines.vllm.virtual_prompt.export_cache`.
+    """
+    import torch
+
+    from kvtool.documents.generation import ExportDocument
     from kvtool.engines.vllm.virtual_prompt import export_cache
 
-    exported = export_cache(cache, model=model, tokenizer=tokenizer, dtype=_torch_dtype(dtype))
+    exact = None if dtype == "auto" else getattr(torch, dtype)
+    exported = export_cache(cache, dtype=exact, **more)
     for line in exported.notes:
         watcher.note(line)
     exported.save(path)
-    return document_of(exported, path)
-
-
-def export_loaded(cache: KVCache, loaded: Loaded, dtype: str | None = None) -> VirtualPrompt:
-    """Export a cache of a loaded model."""
-    from kvtool.engines.vllm.virtual_prompt import export_cache
-
-    return export_cache(
-        cache,
-        model=loaded.model,
-        model_name=loaded.name,
-        tokenizer=loaded.tokenizer,
-        dtype=_torch_dtype(dtype),
-    )
-
-
-def document_of(exported: VirtualPrompt, path: Path) -> ExportDocument:
-    """Return what there is to say of an exported cache."""
-    from kvtool.documents.generation import ExportDocument
-
     metadata = exported.metadata
     return ExportDocument(
         model=metadata["model"],
@@ -208,11 +201,3 @@ def _stored_dtype(path: Path) -> str | None:
     found = [tensor.dtype for name, tensor in tensors.items() if name.endswith(".values")]
     name = str(found[0]).removeprefix("torch.") if found else ""
     return name if name in ("float32", "bfloat16", "float16") else None
-
-
-def _torch_dtype(name: str | None) -> Any:
-    if name is None or name == "auto":
-        return None
-    import torch
-
-    return getattr(torch, name)

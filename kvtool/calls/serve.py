@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.prompts import room_for_rows, row_bytes
-from kvtool.calls.request import Request, choose_policy, read_prefill, spell_budget
+from kvtool.calls.request import Request, choose_policy, read_prefill, room_for_rows, spell_budget
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.serve_settings import ServeSettings
 from kvtool.errors import KvtoolError, UsageError, quote
@@ -206,7 +205,7 @@ def make_offer(loaded: Loaded, request: Request, name: str, base: KVCache | None
         None if budget is None else f"{budget}{planned}",
         lambda: request.new_cache(loaded.model),
         lambda tokens: request.check_length(tokens, Watcher()),
-        lambda tokens, new: row_bytes(request, loaded, tokens, new),
+        lambda tokens, new: request.row_bytes(loaded, tokens, new),
         base,
     )
 

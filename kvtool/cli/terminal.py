@@ -22,6 +22,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
+from typer import Exit
+
 from kvtool.errors import printable, visible
 from kvtool.processes import started
 from kvtool.watcher import Watcher
@@ -170,6 +172,11 @@ class Interruption:
         if ours and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before = signal.signal(signal.SIGINT, self._press)
         return self.pressed
+
+    def exit(self) -> None:
+        """End the command with the code of Ctrl-C, if it was pressed."""
+        if self.pressed:
+            raise Exit(130)
 
     def _press(self, *unused: object) -> None:
         self.pressed = True
