@@ -3,34 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.version import VERSION
-
-if TYPE_CHECKING:
-    from kvtool.cache.build import build_cache
-    from kvtool.cache.compressed import attach, compressed
-    from kvtool.cache.files.load import load_cache
-    from kvtool.cache.files.save import save_cache
-    from kvtool.cache.hooks.attach import detach
-    from kvtool.calls.check_policy import check_policy
-    from kvtool.calls.compress import compress
-    from kvtool.calls.evaluate import evaluate
-    from kvtool.calls.export import export
-    from kvtool.calls.generate import generate
-    from kvtool.calls.load_results import load_results
-    from kvtool.calls.plan import plan
-    from kvtool.calls.profile import profile
-    from kvtool.errors import KvtoolError, PolicyError, UsageError
-    from kvtool.policies.grammar import parse_policy
 
 __version__ = VERSION
 
 _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
-    "build_cache": "kvtool.cache.build",
-    "attach": "kvtool.cache.compressed",
-    "compressed": "kvtool.cache.compressed",
+    "build_cache": "kvtool.cache.entry.build",
+    "attach": "kvtool.cache.entry.build",
+    "compressed": "kvtool.cache.entry.build",
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",
@@ -49,26 +32,7 @@ _HOMES = {
 
 _WITHOUT_TRANSFORMERS = ("kvtool.errors", "kvtool.policies.grammar")
 
-__all__ = [
-    "KvtoolError",
-    "PolicyError",
-    "UsageError",
-    "attach",
-    "build_cache",
-    "check_policy",
-    "compress",
-    "compressed",
-    "detach",
-    "evaluate",
-    "export",
-    "generate",
-    "load_cache",
-    "load_results",
-    "parse_policy",
-    "plan",
-    "profile",
-    "save_cache",
-]
+__all__ = sorted(_HOMES)  # their keywords are in __init__.pyi
 
 
 def __getattr__(name: str) -> Any:

@@ -4,13 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtool.cache.build import build_cache as build_cache
-from kvtool.cache.cache import KVCache
-from kvtool.cache.compressed import attach as attach
-from kvtool.cache.compressed import compressed as compressed
+from kvtool.cache.entry.build import attach as attach
+from kvtool.cache.entry.build import build_cache as build_cache
+from kvtool.cache.entry.build import compressed as compressed
 from kvtool.cache.files.load import load_cache as load_cache
 from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
+from kvtool.cache.whole.cache import KVCache
 from kvtool.calls.check_policy import check_policy as check_policy
 from kvtool.calls.load_results import load_results as load_results
 from kvtool.documents.generation import ExportDocument, GenerationDocument

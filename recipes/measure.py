@@ -51,10 +51,12 @@ def table(document: ResultsDocument) -> str:
     tasks = task_names(document)
     lines = [["policy", *tasks], ["---"] * (len(tasks) + 1)]
     for family in families(document):
-        found = [[document.of(arm.name, task) for arm in family.variants] for task in tasks]
+        found = [[document.of(variant.name, task) for variant in family.variants] for task in tasks]
         lines.append([f"`{family.label}`", *(" / ".join(map(_score, each)) for each in found)])
     counts = sorted({result.n for result in document.results})
-    budgets = dict.fromkeys(str(arm.budget) for arm in document.arms if arm.budget is not None)
+    budgets = dict.fromkeys(
+        str(variant.budget) for variant in document.variants if variant.budget is not None
+    )
     said = f"budgets {' / '.join(budgets)}; n = {', '.join(map(str, counts))}\n"
     return said + "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 

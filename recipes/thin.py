@@ -41,12 +41,12 @@ def _cost(result: TaskResult) -> object:
 def likelihoods(document: ResultsDocument, folder: Path) -> Iterator[TaskResult]:
     """Yield a result for each that has the log-likelihood of right answers, from its records."""
     store = Store(folder)
-    places = {arm.name: arm.folder for arm in document.arms}
+    places = {variant.name: variant.folder for variant in document.variants}
     for result in document.results:
         [mean] = [each for each in result.metrics if each.name == "nll"] or [None]
         if mean is None or result.metric == "ppl":  # e to its power
             continue
-        records = store.records(places[result.arm], result.task)
+        records = store.records(places[result.variant], result.task)
         found = {record["id"]: record["scores"]["nll"] for record in records.values()}
         sums = [found.get(name) for name in document.samples[result.task]]
         yield result.model_copy(

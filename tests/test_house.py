@@ -58,6 +58,7 @@ def test_no_files_import_each_other():
 
 ROOMS = (  # a subpackage imports itself and those before it
     *("version", "errors", "sizes", "identity", "processes", "extras", "package_data", "garbage"),
+    "lazy_torch",
     *("plain_config", "transformers_versions", "model_shape", "weights_hash", "documents"),
     *("watcher", "maths", "kernels", "policies", "planning", "cache", "models", "generation"),
     *("profiling", "evaluation", "report", "engines", "calls", "cli", "__main__"),
@@ -65,6 +66,7 @@ ROOMS = (  # a subpackage imports itself and those before it
 BARE = ("version", "errors", "sizes", "identity", "extras", "package_data", "watcher", "planning")
 ONLY = {room: set[str]() for room in (*BARE, "plain_config")} | {  # third-party packages
     "processes": {"torch"},
+    "lazy_torch": {"torch"},
     "transformers_versions": {"transformers"},
     "model_shape": {"torch"},
     "weights_hash": {"torch"},
@@ -108,6 +110,20 @@ def test_imports_point_down():
     inside = {file: room for file, room in rooms.items() if room != "__init__"}
     found = {str(file): misplaced(room, parsed(file)) for file, room in inside.items()}
     assert {file: names for file, names in found.items() if names} == {}
+
+
+CACHE = ("tensor_files", "slots", "steps", "features", "whole", "hooks", "entry", "files")
+
+
+def test_folders_of_the_cache_import_those_before_them():
+    found = []
+    for file in (PACKAGE / "cache").rglob("*/*.py"):
+        for name in imports(file):
+            own, *rest = file.parent.name, *name.split(".")[1:]
+            if rest[0] == "cache" and CACHE.index(rest[1]) > CACHE.index(own):
+                found.append(f"{module(file)}: {name}")
+    assert found == []
+    assert {each.stem for each in (PACKAGE / "cache").glob("*.py")} == {"__init__"}
 
 
 def at_head(body: Iterable[ast.stmt]) -> Iterator[Import]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvtool.cache.batching import why_apart
+from kvtool.cache.whole.batching import why_apart
 from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.conversation import begin, encode, note_text
 from kvtool.calls.request import Request, room_for_rows

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.auto_budget import with_budget
+from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
-from kvtool.calls.memory import estimate_run
 from kvtool.calls.request import (
     Request,
     choose_policy,
@@ -22,7 +21,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CompressionDocument
     from kvtool.documents.plan import PlanDocument
     from kvtool.policies.policy import Policy

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.calls.export import write_exported
 from kvtool.calls.needle import NEEDLE, compare_needle
 from kvtool.calls.request import Request, spell_budget
 from kvtool.calls.settings import CompressionSettings, GenerationSettings, PromptSettings
-from kvtool.documents.files import write_text
+from kvtool.documents.files import expand, write_text
 from kvtool.documents.generation import (
     CacheSection,
     CompileSection,
@@ -44,7 +44,10 @@ from kvtool.identity import config_hash
 from kvtool.models.chat import continued_ids, template_of
 from kvtool.models.load import Loaded
 from kvtool.models.notes import length_note
-from kvtool.planning.held import beyond_plan, use_plan
+from kvtool.planning.bytes import Text
+from kvtool.planning.plan_in_use import beyond_plan, held_by_plan
+from kvtool.planning.rocketkv_stages import planned_stages
+from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.sizes import parse_prefill
 from kvtool.transformers_versions import cache_argument
 from kvtool.watcher import Listener, Watcher
@@ -94,10 +97,9 @@ def open_cache(settings: GenerationSettings, request: Request, loaded: Loaded) -
     cache = settings.cache
     if cache is None:
         return request.new_cache(loaded.model, record=settings.show is not None)
-    if settings.cache_path is not None:
-        cache = load_cache(settings.cache_path, loaded.model)
-    assert not isinstance(cache, str), "which has a path"
-    if settings.cache_path is None:
+    if isinstance(cache, str):
+        cache = load_cache(expand(cache), loaded.model)
+    else:
         _check_fits(cache, loaded)
     if settings.show is not None:
         cache.record()
@@ -107,11 +109,7 @@ def open_cache(settings: GenerationSettings, request: Request, loaded: Loaded) -
 
 
 def _check_fits(cache: KVCache, loaded: Loaded) -> None:
-    """Refuse a cache of another model, and one of several texts.
-
-    Raises:
-        UsageError: a model that differs in configuration, weights or dtype; more than one row.
-    """
+    """Refuse a cache of another model (configuration, weights, dtype), and one of several texts."""
     made_for, model = cache.link.model(), loaded.model
     if made_for is not model:
         other = config_hash(cache.config) != config_hash(model.config.get_text_config(decoder=True))
@@ -135,8 +133,7 @@ def begin(
 ) -> Conversation | None:
     """Return what puts the prompt into the chat template, None where it goes in unchanged.
 
-    It does so without a template, with `--chat-template off`, and behind a cached text that went in
-    unchanged itself.
+    So it does without a template, with it off, and behind a cached text that went in unchanged.
     """
     template = template_of(loaded.tokenizer)
     wanted = settings.template
@@ -177,27 +174,20 @@ def read_prompt(
     note_text(cache, model.config, ids.shape[1], 0, watcher)
     cache.expect_length(ids.shape[1] + settings.new_tokens)
     with reading(model, ids.shape[1], watcher):
-        result = (
-            compress(model, cache, ids, tokenizer=loaded.tokenizer)
-            if talk is None
-            else talk.read(text)
-        )
+        if talk is None:
+            result = compress(model, cache, ids, tokenizer=loaded.tokenizer)
+        else:
+            result = talk.read(text)
     if settings.save_path is not None:
-        save_cache(
-            cache,
-            settings.save_path,
-            model=model,
-            input_ids=result.input_ids,
-            next_logits=result.next_logits,
-            model_name=loaded.name,
-        )
+        last = {"input_ids": result.input_ids, "next_logits": result.next_logits}
+        save_cache(cache, settings.save_path, model=model, model_name=loaded.name, **last)
     if settings.export_path is not None:
         names = {"model_name": loaded.name, "tokenizer": loaded.tokenizer}
         write_exported(cache, settings.export_path, watcher, model=model, **names)
         watcher.note(f"exported {settings.export_path}")
     if settings.show is not None:
         show_texts(settings, [lay_out(loaded, cache, 0, None)], watcher)
-    held = CacheSection.of(cache.report())
+    held = CacheSection.taken_from(cache.report())
     planned = _plan_in_use(request, loaded, result.prompt_tokens, 0, watcher)
     request.note_bytes(held, watcher)
     document = CompressionDocument(
@@ -354,7 +344,7 @@ def _converse(
     fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
     return document.model_copy(
         update={
-            "fidelity": None if fidelity is None else Fidelity.of(fidelity),
+            "fidelity": None if fidelity is None else Fidelity.taken_from(fidelity),
             "turns": [_turn(*pair) for pair in answered],
         }
     )
@@ -389,14 +379,16 @@ def _plan_in_use(
         tokens: of the prompt.
         new: tokens that are generated at most.
     """
-    if request.plan is None or not request.policy.takes_budget:
+    plan, policy, text = request.plan, request.policy, Text(tokens, new)
+    if plan is None or not policy.takes_budget:
         return None
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    used = use_plan(request.plan, request.policy, prompt=tokens, new=new, dtype=dtype)
-    beyond = beyond_plan(request.plan, used, tokens, new)
+    held = held_by_plan(plan, policy, loaded.model.config, dtype, text)
+    beyond = beyond_plan(plan, held, text)
     if beyond is not None:
         watcher.note(f"note: after this {beyond}")
-    return PlanSection.of(request.plan, used.tokens, used.stages, used.held)
+    stages = planned_stages(plan, policy, tokens)
+    return PlanSection.of(plan, tokens_for_prompt(plan, tokens), stages, held)
 
 
 def _document(
@@ -411,7 +403,6 @@ def _document(
 
     Args:
         held: what the cache holds at the end.
-        plan: what was taken from one.
         read: what was read beside the answers: the prompt, and turns whose answers were given.
     """
     compiled = [each.compiled for each in answers if each.compiled is not None]
@@ -423,7 +414,7 @@ def _document(
         new_tokens=sum(each.new_tokens for each in answers),
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],
-        cache=CacheSection.of(held),
+        cache=CacheSection.taken_from(held),
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=_fidelity(answers[0]) if answers else None,
@@ -432,7 +423,7 @@ def _document(
 
 
 def _fidelity(answer: Generation) -> Fidelity | None:
-    return None if answer.fidelity is None else Fidelity.of(answer.fidelity)
+    return None if answer.fidelity is None else Fidelity.taken_from(answer.fidelity)
 
 
 def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
@@ -442,7 +433,7 @@ def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
         new_tokens=answer.new_tokens,
         text=answer.text[0],
         token_ids=answer.token_ids[0],
-        cache=CacheSection.of(answer.report),
+        cache=CacheSection.taken_from(answer.report),
         timing=_timing([answer]),
         fidelity=_fidelity(answer),
     )
@@ -463,12 +454,7 @@ def _timing(answers: Sequence[Generation], before: float = 0.0) -> GenerationTim
 
 
 def lay_out(loaded: Loaded, cache: KVCache, new_tokens: int, answer: str | None) -> KeptText:
-    """Return the kept text of a cache.
-
-    Args:
-        new_tokens: at its end that were generated.
-        answer: these in words.
-    """
+    """Return the kept text of a cache, the last of whose tokens were generated, as `answer`."""
     from kvtool.report.kept.text import kept_text
 
     known = cache.input_ids
@@ -493,7 +479,7 @@ def show_texts(
     if settings.show_path is None:
         watcher.show_kept(texts)
         return
-    from kvtool.report.kept.page import kept_page
+    from kvtool.report.kept.text import kept_page
 
     write_text(settings.show_path, kept_page(texts, full_answer))
     watcher.note(f"kept text in {settings.show_path}")

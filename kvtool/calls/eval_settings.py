@@ -38,7 +38,9 @@ class _HowSettings(RecipeSettings):
     fail_under: Annotated[
         list[str],
         Flag(
-            "--fail-under", metavar="TASK=V", help="Exit 3 if an arm scores worse than V on a task."
+            "--fail-under",
+            metavar="TASK=V",
+            help="Exit 3 if a variant scores worse than V on a task.",
         ),
     ] = field(default_factory=list)
     max_drop: Annotated[
@@ -47,7 +49,7 @@ class _HowSettings(RecipeSettings):
             "--max-drop",
             min=0,
             metavar="PCT",
-            help="Exit 3 if an arm is more than PCT percent worse than the full cache.",
+            help="Exit 3 if a variant is more than PCT percent worse than the full cache.",
         ),
     ] = None
     within: Annotated[
@@ -55,8 +57,8 @@ class _HowSettings(RecipeSettings):
         Flag(
             "--within",
             metavar="PCT",
-            help="The verdict names the cheapest arms that score within PCT percent of the full "
-            "cache.  [default: 5]",
+            help="The verdict names the cheapest variants that score within PCT percent of the "
+            "full cache.  [default: 5]",
             key="eval.within",
         ),
     ] = None

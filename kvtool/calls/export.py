@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import ExportDocument
     from kvtool.models.attached import ModelSource
 

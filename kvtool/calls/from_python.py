@@ -178,7 +178,7 @@ def _turns(turns: Any) -> Any:
 
 
 def _recipe(recipe: Any) -> Any:
-    from kvtool.documents.from_python import document_of
+    from kvtool.documents.resolve import document_of
 
     return None if recipe is None else document_of(recipe, "a plan or recipe")
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.auto_budget import with_budget
+from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
-from kvtool.calls.memory import estimate_run
 from kvtool.calls.needle import NEEDLE, answer_prefix, note_needle, write_needle
 from kvtool.calls.request import (
     Request,

@@ -115,7 +115,7 @@ class PlanSettings(ModelSettings):
             "--recommend",
             typed=str | None,
             metavar="RESULTS",
-            help="Plan the best arm of a run that fits into --bytes: its folder or results.json.",
+            help="Plan the best variant of a run that fits --bytes: its folder or results.json.",
         ),
     ] = None
     plot: Annotated[

@@ -7,34 +7,37 @@ policy raises; `Skip` where the clause says nothing about a policy of this kind.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.compressed import attach
+from kvtool.cache.entry.build import attach, build_cache
 from kvtool.cache.features.repetition import Instructions, Repetition
 from kvtool.cache.files.load import load_cache
 from kvtool.cache.files.save import save_cache
 from kvtool.cache.hooks.attach import detach
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.planning.rocketkv import tokens_left
+from kvtool.planning.rocketkv_stages import tokens_left
+from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.grammar import parse_policy, read_spelling
-from kvtool.policies.guard import GuardedScore, reserved_tokens
+from kvtool.policies.guard import Guarded, fault
 from kvtool.policies.policy import reads_whole
+from kvtool.policies.slot_view import SlotView
 from kvtool.transformers_versions import cache_argument
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
+    from kvtool.policies.numbers import Count, State
     from kvtool.policies.policy import Policy
 
 PROMPT, NEW, TURN, SHORT = 48, 7, 11, 9  # tokens; the shortest entry of a batch fits
@@ -55,6 +58,48 @@ class Skip(Exception):
     """A clause that says nothing about this policy."""
 
 
+class Watched(Guarded):
+    """A score from outside, whose hooks are watched.
+
+    Attributes:
+        most_protected: the most tokens of a head that it has protected.
+    """
+
+    def __init__(self, guard: Guarded) -> None:
+        super().__init__(guard._part)
+        self.most_protected = 0
+
+    def _run(self, hook: str, *shown: Any) -> Any:
+        before = [(each, each.clone()) for each in _read_only(shown)]
+        found = super()._run(hook, *shown)
+        for each, copied in before:
+            if not torch.allclose(each, copied, rtol=0, atol=0, equal_nan=True):
+                raise fault(self._part, hook, "writes into what it is shown to read only")
+        return found
+
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
+        found = super().protected(state, view, evicted)
+        if found is not None:
+            count = (found & (view.positions >= 0)).sum(-1, keepdim=True)
+            over = int((count - view.budget).max())
+            if over > 0:
+                message = f"marks {int(count.max())} tokens of a head, {over} more than its budget"
+                raise fault(self._part, "protected", message, "count them in `reserved`")
+            self.most_protected = max(self.most_protected, int(count.max()))
+        return found
+
+
+def _read_only(shown: Iterable[Any]) -> Iterator[Tensor]:
+    """Return the tensors that a hook may not write into; what is decoded for it is a copy."""
+    for each in shown:
+        if isinstance(each, SlotView):
+            stored = [each.values, each.keys]
+            yield each.positions
+            yield from chain(*(tensors for tensors in stored if isinstance(tensors, tuple)))
+        elif isinstance(each, AttentionRows):
+            yield each.weights
+
+
 @dataclass(frozen=True)
 class Subject:
     """A policy under check.
@@ -67,6 +112,12 @@ class Subject:
     policy: Policy
     budget: int | None
     model: PreTrainedModel
+
+    def __post_init__(self) -> None:
+        policy = replace(self.policy)
+        if isinstance(policy.ranking, Guarded):
+            vars(policy)["ranking"] = Watched(policy.ranking)
+        object.__setattr__(self, "policy", policy)
 
     def cache(self, mode: str = "full", budget: int | None = None) -> KVCache:
         """Return an empty cache."""
@@ -397,17 +448,17 @@ def reordered_entries_take_all_that_is_known_of_them(own: Subject) -> None:
 
 @check
 def what_is_protected_is_reserved(own: Subject) -> None:
-    own = replace(own, policy=replace(own.policy))  # whose guard has seen nothing yet
-    guard = own.policy.ranking
-    if own.budget is None or not isinstance(guard, GuardedScore):
+    own = replace(own)  # which has seen nothing yet
+    watched = own.policy.ranking
+    if own.budget is None or not isinstance(watched, Watched):
         raise Skip("a policy of the package, or one without a budget")
     for mode in ("full", BLOCK):
         cache = own.cache(mode)
         own.feed(cache, tokens(PROMPT)), own.steps(cache, tokens(NEW, 9))
-    reserved = sum(reserved_tokens(own.policy.score, own.budget).values())
-    if guard.most_protected > reserved:
+    reserved = sum(own.policy.score.reserved(own.budget).values())
+    if watched.most_protected > reserved:
         raise Broken(
-            f"{guard.most_protected} tokens of a head are protected, and `reserved` counts "
+            f"{watched.most_protected} tokens of a head are protected, and `reserved` counts "
             f"{reserved} of a budget of {own.budget}"
         )
 
@@ -422,7 +473,7 @@ def a_budget_at_its_limit_is_refused_or_works(own: Subject) -> None:
     own.policy.check_budget(least)
     cache = own.cache(budget=least)
     own.feed(cache, tokens(PROMPT)), own.steps(cache, tokens(NEW, 9))
-    if least > 1 and sum(reserved_tokens(own.policy.score, least - 1).values()) >= least - 1:
+    if least > 1 and sum(own.policy.score.reserved(least - 1).values()) >= least - 1:
         try:
             own.policy.check_budget(least - 1)
         except KvtoolError:

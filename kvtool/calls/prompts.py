@@ -33,7 +33,7 @@ class PromptsRun:
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
-        from kvtool.cache.batching import why_apart
+        from kvtool.cache.whole.batching import why_apart
 
         settings = self.settings
         return configuration(settings, self.request) | {

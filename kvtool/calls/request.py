@@ -19,10 +19,8 @@ from kvtool.models.folder import REFERENCE
 from kvtool.models.notes import handful_note
 from kvtool.models.placement import free_memory, resolve_device, resolve_dtype
 from kvtool.planning.bytes import Text, check_dims
-from kvtool.planning.derived import check_derived
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.free import check_free
-from kvtool.planning.held import check_run
+from kvtool.planning.plan_in_use import check_free, check_plan, check_run
 from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
 from kvtool.policies.policy import Policy, check_blocks
@@ -31,7 +29,7 @@ from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, 
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
     from kvtool.models.load import Loaded
@@ -74,7 +72,7 @@ class Request:
         Args:
             record: whether it will be shown.
         """
-        from kvtool.cache.build import make_cache
+        from kvtool.cache.entry.build import make_cache
 
         budget = self.budget if self.plan is None else None
         cache = make_cache(model, self.policy, budget, prefill=self.prefill, plan=self.plan)
@@ -232,7 +230,8 @@ def _take_plan(
     settings: CachedSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
-    check_derived(plan, settings.source().config())
+    config = settings.source().config()
+    check_plan(plan, config)
     _note_free(settings, plan, watcher)
     budget = plan.target.budget
     if not policy.budget_is_traffic:
@@ -242,7 +241,7 @@ def _take_plan(
         watcher.note(f"budget: as planned, {_stages(plan.rocketkv, plan.target, policy)}")
     else:
         watcher.note(f"budget: as planned, {budget}, which is what a token reads")
-    for line in check_run(plan, policy, _run_dtype(settings)):
+    for line in check_run(plan, policy, config, _run_dtype(settings, config)):
         watcher.note(line)
 
 
@@ -271,16 +270,12 @@ def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
     )
 
 
-def _run_dtype(settings: CachedSettings) -> str:
+def _run_dtype(settings: CachedSettings, config: Any) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
     device = planned_device(settings)
-    dtype = resolve_dtype(settings.dtype or "auto", device)
-    if dtype != "auto":
-        return dtype
-    config = settings.source().config()
-    return stored_dtype(config, dtype)
+    return stored_dtype(config, resolve_dtype(settings.dtype or "auto", device))
 
 
 def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:

@@ -26,7 +26,7 @@ from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.engines.offers import Offer
     from kvtool.engines.requests import Choice
     from kvtool.engines.server import Served
@@ -93,7 +93,7 @@ class ServeRun:
     def _serve(self, loaded: Loaded, watcher: Watcher) -> Served:
         from kvtool.engines.offers import Opener
         from kvtool.engines.server import Served
-        from kvtool.generation.live import LiveAnswers
+        from kvtool.generation.answering_thread import LiveAnswers
         from kvtool.generation.model_settings import check_drawing, drawing_settings
 
         settings, model = self.settings, loaded.model

@@ -22,7 +22,7 @@ from kvtool.sizes import (
 )
 
 if TYPE_CHECKING:
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.prompts import PromptEntry
     from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy

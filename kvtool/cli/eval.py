@@ -71,21 +71,20 @@ class EvalWatcher(TerminalWatcher):
         write_page(results, folder / "report.html", wrong_answers(folder, results))
         form = options.choose_format("text" if terminal.interactive else "json")
         if options.format == "board":
-            from kvtool.report.leaderboard import board_csv
+            from kvtool.report.results_text import board_csv
 
             terminal.write(board_csv(results))
         elif options.format in ("csv", "latex", "markdown"):
             terminal.write(results.table(form=options.format))
         elif form == "text":
-            from kvtool.report.results_layout import results_tables
+            from kvtool.report.results_text import results_tables
 
             terminal.print(results_tables(results))
         else:
             terminal.write(results.to_json() if form == "json" else results.to_yaml())
-            from kvtool.report.labels import labelled
             from kvtool.report.words import verdict_lines
 
-            for line in verdict_lines(labelled(results)):
+            for line in verdict_lines(results):
                 terminal.note(line)
         terminal.note(f"wrote {folder}/results.json and {folder}/report.html")
         _tell_failures(results, folder, terminal)
@@ -195,10 +194,10 @@ def _tell_failures(results: ResultsDocument, folder: Path, terminal: Terminal) -
 def _tell(gate: GateResult) -> str:
     value = "no score" if gate.value is None else f"{gate.value:.4g}"
     if gate.gate == "least":
-        return f"{gate.task}, {gate.arm}: {value}, the limit is {gate.limit:g}"
+        return f"{gate.task}, {gate.variant}: {value}, the limit is {gate.limit:g}"
     if gate.value is None:
-        return f"{gate.task}, {gate.arm}: no score to compare with the full cache's"
-    return f"{gate.task}, {gate.arm}: {value} % worse than full, the limit is {gate.limit:g} %"
+        return f"{gate.task}, {gate.variant}: no score to compare with the full cache's"
+    return f"{gate.task}, {gate.variant}: {value} % worse than full, the limit is {gate.limit:g} %"
 
 
 def evaluate(options: EvalSettings, terminal: Terminal) -> None:
@@ -208,7 +207,7 @@ def evaluate(options: EvalSettings, terminal: Terminal) -> None:
         return
     comparison = _read(options)
     if options.format == "board":
-        from kvtool.report.leaderboard import check_board
+        from kvtool.report.results_text import check_board
 
         check_board(task.name for task in comparison.tasks)
     pictures = check_pictures(options, comparison.recipe.output.plots)
@@ -224,7 +223,7 @@ def _describe(
     comparison: Comparison, options: EvalSettings, watcher: Watcher, terminal: Terminal
 ) -> None:
     """Print what would be run; without the hub, what is known without it."""
-    from kvtool.evaluation.outline import outline
+    from kvtool.evaluation.comparison import outline
 
     outlined = outline(comparison, options.output)
     if outlined is not None:

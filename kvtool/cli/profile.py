@@ -17,7 +17,7 @@ from kvtool.profiling.request import OF_POLICY, ProfileRequest, parse_metrics
 from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.profile import Profiled
+    from kvtool.evaluation.profiled import Profiled
 
 _PICTURES = (".png", ".svg", ".pdf")
 _IN_A_FILE = {"key_basis": "key bases", "query_centres": "centres of queries"}
@@ -34,7 +34,7 @@ def profile(options: ProfileSettings, terminal: Terminal) -> None:
         return
     check_transformers()
     terminal.loading(options.model)
-    from kvtool.evaluation.profile import run_profile
+    from kvtool.evaluation.profiled import run_profile
 
     source, watcher = options.source(), TerminalWatcher(terminal)
     profiled = run_profile(request, source, heads_path=options.heads_path, watcher=watcher)
@@ -54,7 +54,7 @@ def _with_defaults(options: ProfileSettings) -> ProfileSettings:
 def _write(profiled: Profiled, options: ProfileSettings, terminal: Terminal) -> None:
     document = profiled.document
     if options.plot_path is not None:
-        from kvtool.report.profiles import draw_profile
+        from kvtool.report.measurements import draw_profile
 
         draw_profile(document, profiled.heads, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
@@ -107,7 +107,7 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
             "seed": options.seed,
         }
     if options.memory_there is not None:
-        from kvtool.calls.memory import estimate_text
+        from kvtool.calls.fitting import estimate_text
 
         settings["memory"] = estimate_text(options, request.tokens, plan.steps)
     for name in OF_POLICY:

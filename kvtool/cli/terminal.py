@@ -193,7 +193,7 @@ def print_kept(texts: Sequence[KeptText]) -> None:
     from rich.console import Console
 
     from kvtool.cli.tables import Visible
-    from kvtool.report.kept.terminal import (
+    from kvtool.report.kept.text import (
         coloured_text,
         in_brackets,
         legend,

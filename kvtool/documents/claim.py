@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat, NonNegativeFloat, PositiveInt
 
-from kvtool.documents.document import MOST, RecipeSection, Section, listed
+from kvtool.documents.document import MOST, WAS_ARM, RecipeSection, Section, listed
 from kvtool.errors import UsageError
 
 
@@ -20,7 +20,7 @@ class ClaimedPair(RecipeSection):
     claim: it has to hold for the run to say anything.
     """
 
-    arm: Annotated[str, Field(min_length=1)]
+    variant: Annotated[str, Field(min_length=1), WAS_ARM]
     than: Annotated[str, Field(min_length=1)]
     margin: Annotated[NonNegativeFloat, Field(le=100)] | None = None
     budgets: Annotated[list[int | str], Field(max_length=MOST), BeforeValidator(listed)] = Field(
@@ -55,12 +55,12 @@ def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -
             margin or without other `budgets`.
     """
     for i, pair in enumerate(claim.pairs):
-        if pair.arm == pair.than:
+        if pair.variant == pair.than:
             raise UsageError(
-                f"claim.pairs.{i}: `{pair.arm}` is held against itself; name two policies",
+                f"claim.pairs.{i}: `{pair.variant}` is held against itself; name two policies",
                 hint="--unset claim",
             )
-        for key, policy in (("arm", pair.arm), ("than", pair.than)):
+        for key, policy in (("variant", pair.variant), ("than", pair.than)):
             if policy not in policies:
                 raise UsageError(
                     f"claim.pairs.{i}.{key}: `{policy}` is not compared; the policies are "
@@ -92,7 +92,7 @@ class ClaimRow(Section):
     ends of the 95 % interval of `difference`, None where there is none.
     """
 
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     than: str
     task: str
     budgets: list[str]

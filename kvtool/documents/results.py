@@ -11,14 +11,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from kvtool.documents.claim import Claim, ClaimVerdict
-from kvtool.documents.document import Document, Section, ShownDocument, TokenCount, view
+from kvtool.documents.document import (
+    WAS_ARM,
+    WERE_ARMS,
+    Document,
+    Section,
+    ShownDocument,
+    TokenCount,
+    report,
+)
 from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.settings import Protocol, as_entry
 from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
 from kvtool.sizes import LARGEST_SEED, WIDTH
 
-COMPARISON = "kvtool.evaluation.corrected"
+COMPARISON = "kvtool.evaluation.pairs"
 """The module that compares variants: a name, since `evaluation` imports the documents."""
 
 Form = Literal["text", "csv", "latex", "markdown"]
@@ -161,7 +169,7 @@ class TaskResult(Section):
     not be compared sample by sample. `scores` is None where the headline is no mean over samples.
     """
 
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     task: str
     version: NonNegativeInt
     metric: str
@@ -208,7 +216,7 @@ class TaskResult(Section):
 class Average(Section):
     """The plain mean of the headlines of `tasks`, all of which have the same metric scale."""
 
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     suite: str
     tasks: list[str]
     value: float
@@ -219,7 +227,7 @@ class GateResult(Section):
     """A condition on the results and whether they meet it."""
 
     gate: str
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     task: str
     value: float | None
     limit: float
@@ -257,7 +265,7 @@ class ResultsDocument(ShownDocument):
     environment: Environment
     model: ModelUsed
     seed: NonNegativeInt
-    arms: list[VariantEntry]
+    variants: Annotated[list[VariantEntry], WERE_ARMS]
     results: list[TaskResult]
     averages: list[Average]
     gates: list[GateResult]
@@ -268,9 +276,9 @@ class ResultsDocument(ShownDocument):
     claim: Claim | None = None
     claim_verdict: ClaimVerdict | None = None
 
-    def of(self, arm: str, task: str) -> TaskResult | None:
+    def of(self, variant: str, task: str) -> TaskResult | None:
         """Return the result of one variant on one task."""
-        return next((r for r in self.results if (r.arm, r.task) == (arm, task)), None)
+        return next((r for r in self.results if (r.variant, r.task) == (variant, task)), None)
 
     def compare(self, a: str, b: str) -> list[Difference]:
         """Subtract the scores of one policy from another's, sample by sample.
@@ -294,7 +302,10 @@ class ResultsDocument(ShownDocument):
             width: characters of a line, of `text`.
             form: `text`, `csv`, `latex` or `markdown`.
         """
-        return super().table(width) if form == "text" else view().exported(self, form)
+        if form == "text":
+            return super().table(width)
+        written: str = report("results_text").exported(self, form)
+        return written
 
 
 Number = Annotated[float, Field(ge=-1e100, le=1e100)]
@@ -339,7 +350,7 @@ class SamplesDocument(Document):
     kind: Literal["samples"] = "samples"
     model: dict[str, str | None]
     protocol: ProtocolEntry
-    arms: list[VariantEntry]
+    variants: Annotated[list[VariantEntry], WERE_ARMS]
     plan: PlanDocument | None = None
     tasks: list[TaskSamples]
 
@@ -388,7 +399,7 @@ class SampleCost(BaseModel):
 
 
 class SampleRecord(BaseModel):
-    """A line of `samples/ARM/TASK.jsonl`; what a task recorded is beside these keys.
+    """A line of `samples/VARIANT/TASK.jsonl`; what a task recorded is beside these keys.
 
     Earlier versions wrote no `fingerprint` of what the answer depends on.
     """

@@ -240,8 +240,8 @@ class Asking:
         Flag(
             "--shared-prefill",
             sets=True,
-            help="Read each prompt once for all arms that can share the run; its seconds are then "
-            "those of all together.",
+            help="Read each prompt once for all variants that can share the run; its seconds are "
+            "then those of all together.",
             after="prefill",
             later=True,
         ),

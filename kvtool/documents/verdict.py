@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from kvtool.documents.document import Section
+from kvtool.documents.document import WAS_ARM, WERE_ARMS, Section
 
 WITHIN = 5.0
 """Percent of the full cache's score that a variant may lack, by default."""
@@ -62,7 +62,7 @@ class Standing(Section):
     variant is the better one. `why` says in words what prevents a comparison.
     """
 
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     standing: Literal["within", "undecided", "outside"]
     task: str
     n: NonNegativeInt
@@ -76,14 +76,14 @@ class Choice(Section):
     """The cheapest variant whose score is within bounds and that is cheaper than the full cache.
 
     `cost` and `full` are means over samples: bytes held, bytes of keys and values that a decoded
-    token reads, or seconds of a decoded token. `arm` is None where there is none; `undecided` are
-    variants cheaper still (than the full cache, where there is none) that more samples could show
-    to be within bounds. `speed` is the choice's by time, on the task where it is least sure to be
-    faster.
+    token reads, or seconds of a decoded token. `variant` is None where there is none; `undecided`
+    are variants cheaper still (than the full cache, where there is none) that more samples could
+    show to be within bounds. `speed` is the choice's by time, on the task where it is least sure to
+    be faster.
     """
 
     by: Literal["bytes", "traffic", "time"]
-    arm: str | None
+    variant: Annotated[str | None, WAS_ARM]
     cost: NonNegativeFloat | None
     full: NonNegativeFloat | None
     undecided: list[str]
@@ -94,18 +94,18 @@ class Verdict(Section):
     """The cheapest variants whose scores are within `within` percent of the full cache's.
 
     On each of `tasks`, which are those where percent of the full cache's score mean something.
-    `arms` holds the evidence of each variant; `why` says why there is no verdict.
+    `variants` holds the evidence of each variant; `why` says why there is no verdict.
     """
 
     within: FiniteFloat
     why: str | None
     tasks: list[str]
-    arms: list[Standing]
+    variants: Annotated[list[Standing], WERE_ARMS]
     choices: list[Choice]
 
-    def of(self, arm: str) -> Standing | None:
+    def of(self, variant: str) -> Standing | None:
         """Return the standing of one variant."""
-        return next((each for each in self.arms if each.arm == arm), None)
+        return next((each for each in self.variants if each.variant == variant), None)
 
 
 class SampleScores(Section):
@@ -133,7 +133,7 @@ class Difference(Section):
     """
 
     task: str
-    arm: str
+    variant: Annotated[str, WAS_ARM]
     against: str
     because: Literal["base", "best", "asked"]
     n: PositiveInt

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.messages import Message
 from kvtool.documents.turns import UserTurn
 from kvtool.engines.requests import Ask, Refused
 from kvtool.errors import UsageError
+from kvtool.generation.answering_thread import Held, Opened
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.feeding import check_positions, check_tokens
-from kvtool.generation.live import Held, Opened
 from kvtool.models.chat import continued_ids, template_of
 from kvtool.models.load import Loaded
 

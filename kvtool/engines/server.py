@@ -39,8 +39,8 @@ from transformers.cli.serving.utils import (
 from kvtool.engines.offers import Offer, Opener, Prompt
 from kvtool.engines.requests import Ask, Choice, Refused, read_request
 from kvtool.errors import KvtoolError, UsageError, is_out_of_memory
+from kvtool.generation.answering_thread import Answer, Job, LiveAnswers
 from kvtool.generation.decoding import Callback
-from kvtool.generation.live import Answer, Job, LiveAnswers
 from kvtool.models.load import Loaded
 
 _MOST_WAITING = 1024  # requests; those beyond are asked to come again

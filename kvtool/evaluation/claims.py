@@ -62,7 +62,7 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
         return None
     margin = 0.0 if pair.margin is None else abs(value) * pair.margin / 100
     return ClaimRow(
-        arm=pair.arm,
+        variant=pair.variant,
         than=pair.than,
         task=task,
         budgets=here.budgets,
@@ -99,7 +99,7 @@ def _measured(
     together = [
         (ours, theirs, budget)
         for budget in _budgets(pair, wanted, document)
-        if (ours := _result(document, pair.arm, budget, task)) is not None
+        if (ours := _result(document, pair.variant, budget, task)) is not None
         and (theirs := _result(document, pair.than, budget, task)) is not None
         and ours.fed_like(theirs)
     ]
@@ -120,12 +120,12 @@ def _budgets(
     pair: ClaimedPair, wanted: Sequence[int | str], document: ResultsDocument
 ) -> list[str]:
     """Return the budgets to compare at, one without a name where neither policy takes any."""
-    if {pair.arm, pair.than} <= {
-        variant.policy for variant in document.arms if variant.budget is None
+    if {pair.variant, pair.than} <= {
+        variant.policy for variant in document.variants if variant.budget is None
     }:
         return [""]
     budgets = dict.fromkeys(
-        str(variant.budget) for variant in document.arms if variant.budget is not None
+        str(variant.budget) for variant in document.variants if variant.budget is not None
     )
     named = {str(budget) for budget in wanted}
     return [budget for budget in budgets if not named or budget in named]
@@ -149,7 +149,7 @@ def _result(document: ResultsDocument, policy: str, budget: str, task: str) -> T
             variant.budget is None or str(variant.budget) == budget
         )
 
-    variant = next(filter(is_it, document.arms), None)
+    variant = next(filter(is_it, document.variants), None)
     result = None if variant is None else document.of(variant.name, task)
     return result if result is not None and result.scores is not None else None
 

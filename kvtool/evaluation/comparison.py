@@ -10,23 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.files import check_name, expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.recipe_source import parse_policies
-from kvtool.documents.resolve import Flags, OneReading, resolve
+from kvtool.documents.resolve import Flags, gather, parse_policies, resolve
 from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
-from kvtool.documents.tree import Problem
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.pairs import asked_pairs, variant_entry
 from kvtool.evaluation.run.gates import Gate, check_gates
-from kvtool.evaluation.tasks.selection import TaskFlags, read_tasks
+from kvtool.evaluation.tasks.selection import TaskFlags, hub_data, read_tasks
 from kvtool.evaluation.tasks.task import Task
-from kvtool.models.folder import REFERENCE
+from kvtool.models.folder import REFERENCE, Unreachable, check_folder, check_hub, check_hub_data
 from kvtool.planning.variants import BASELINE, Variant, make_variants
 from kvtool.policies.grammar import check_imported, parse_policy, with_allocator
 from kvtool.sizes import DEFAULT_BUDGET, Budget
@@ -73,12 +71,6 @@ def read_comparison(
     Raises:
         DocumentError, UsageError: every mistake that shows without the model.
     """
-    policies = OneReading(_policies)
-    tasks = OneReading(lambda recipe, source: read_tasks(task_flags, recipe, source))
-
-    def check(recipe: Recipe, source: Source) -> list[Problem]:
-        return [*policies.problems(recipe, source), *tasks.problems(recipe, source)]
-
     resolved = resolve(
         source,
         flags,
@@ -86,18 +78,20 @@ def read_comparison(
         unsets=unsets,
         command=command,
         check_named=check_imported,
-        check=check,
     )
     recipe, plan = resolved.recipe, resolved.plan
+    policies, (chosen, left_out) = gather(
+        lambda: _policies(recipe, resolved.source),
+        lambda: read_tasks(task_flags, recipe, resolved.source),
+    )
     budgets = recipe.budgets()
     variants = make_variants(
-        policies.value(),
+        policies,
         budgets,
         prefill=str(recipe.prefill or "full"),
         baseline=recipe.eval.baseline,
         plan=plan,
     )
-    chosen, left_out = tasks.value()
     all_gates = [*gates] + [
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
@@ -111,9 +105,7 @@ def read_comparison(
             hint="--baseline, or --fail-under TASK=V in place of --max-drop",
         )
     return Comparison(
-        recipe=_lock(recipe, chosen, policies.value(), budgets, plan).model_copy(
-            update={"claim": claim}
-        ),
+        recipe=_lock(recipe, chosen, policies, budgets, plan).model_copy(update={"claim": claim}),
         tasks=chosen,
         variants=variants,
         protocol=_protocol(recipe),
@@ -129,7 +121,7 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
     pairs = [
         pair.model_copy(
             update={
-                "arm": str(parse_policy(pair.arm, imports=False)),
+                "variant": str(parse_policy(pair.variant, imports=False)),
                 "than": str(parse_policy(pair.than, imports=False)),
                 "budgets": [str(Budget.parse(budget)) for budget in pair.budgets],
                 "than_at": [str(Budget.parse(budget)) for budget in pair.than_at],
@@ -224,3 +216,58 @@ def run_folder(comparison: Comparison, output: str | None) -> Path:
             hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
         )
     return folder
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What is known of a comparison without the hub.
+
+    Attributes:
+        folder: of the run.
+        missing: what the hub would have to give, in words.
+    """
+
+    comparison: Comparison
+    folder: Path
+    missing: str
+
+    def describe(self) -> dict[str, Any]:
+        """Return the recipe and the work, in which samples and memory are unknown."""
+        return {
+            **self.comparison.recipe.to_data(),
+            "work": {
+                "folder": str(self.folder),
+                "memory": None,
+                "variants": [variant.name for variant in self.comparison.variants],
+                "tasks": [{"task": task.name, "samples": None} for task in self.comparison.tasks],
+                "measurements": None,
+            },
+        }
+
+
+def outline(comparison: Comparison, folder: str | None) -> Outline | None:
+    """Outline a comparison whose model or data only the hub has; None where nothing is missing.
+
+    Args:
+        folder: of the run; None: that of the recipe, or one under `runs/` named after the work.
+
+    Raises:
+        UsageError: a model that is neither here nor on the hub, no folder of a run.
+    """
+    model = comparison.recipe.model
+    check_folder(model.id)
+    place = run_folder(comparison, folder)
+    try:
+        check_hub(model.id, model.revision)
+    except Unreachable as error:
+        return Outline(comparison, place, _memory_unknown(error))
+    for name in hub_data(comparison.tasks):
+        try:
+            check_hub_data(name)
+        except Unreachable as error:
+            return Outline(comparison, place, _memory_unknown(error))
+    return None
+
+
+def _memory_unknown(error: KvtoolError) -> str:
+    return f"samples and memory: unknown, {error.message}"

@@ -214,12 +214,12 @@ def make_verdict(
     """
     if not any(result.n for result in results):
         return None
-    full = {each.task: each for each in results if is_baseline(each.arm)}
+    full = {each.task: each for each in results if is_baseline(each.variant)}
     tasks = [task for task, result in full.items() if result.droppable and result.value]
     others = [variant.name for variant in variants if not is_baseline(variant.name)]
     if why := _why_none(full, tasks, others):
-        return Verdict(within=within, why=why, tasks=tasks, arms=[], choices=[])
-    found = {(result.arm, result.task): result for result in results}
+        return Verdict(within=within, why=why, tasks=tasks, variants=[], choices=[])
+    found = {(result.variant, result.task): result for result in results}
     standings = [
         _worst(
             [_standing(found.get((variant, task)), full[task], variant, within) for task in tasks]
@@ -227,7 +227,7 @@ def make_verdict(
         for variant in others
     ]
     choices = [_choice(by, standings, results) for by in _COSTS]
-    return Verdict(within=within, why=None, tasks=tasks, arms=standings, choices=choices)
+    return Verdict(within=within, why=None, tasks=tasks, variants=standings, choices=choices)
 
 
 def _why_none(full: dict[str, TaskResult], tasks: list[str], others: list[str]) -> str | None:
@@ -258,7 +258,7 @@ def _standing(result: TaskResult | None, full: TaskResult, variant: str, within:
     elif why is None and low is not None and low > -within:
         standing = "within"
     return Standing(
-        arm=variant,
+        variant=variant,
         standing=standing,
         task=full.task,
         n=0 if pair is None else pair.n,
@@ -303,21 +303,21 @@ def _choice(by: By, standings: Sequence[Standing], results: Sequence[TaskResult]
     of_variant: dict[str, dict[str, TaskResult]] = {}
     for result in results:
         if result.cost is not None:
-            of_variant.setdefault(result.arm, {})[result.task] = result
+            of_variant.setdefault(result.variant, {})[result.task] = result
     full = next((of_variant[variant] for variant in of_variant if is_baseline(variant)), {})
     cheaper: dict[str, dict[str, float]] = {name: {} for name in _ORDER}
     for standing in standings:
-        measured = of_variant.get(standing.arm, {})
+        measured = of_variant.get(standing.variant, {})
         shared = [task for task in full if task in measured]
         cost, limit = (_COSTS[by]([of[task] for task in shared]) for of in (measured, full))
         if cost is not None and limit is not None and cost < limit:
-            cheaper[standing.standing][standing.arm] = cost
+            cheaper[standing.standing][standing.variant] = cost
     within, undecided = cheaper["within"], cheaper["undecided"]
     variant = min(within, key=within.__getitem__, default=None)
     lowest = None if variant is None else within[variant]
     return Choice(
         by=by,
-        arm=variant,
+        variant=variant,
         cost=lowest,
         full=_COSTS[by](list(full.values())),
         undecided=[
@@ -380,7 +380,7 @@ def differences(
 
     No two variants are compared twice: a base that is second to its own variant has that row only.
     """
-    found = {(result.arm, result.task): result for result in results}
+    found = {(result.variant, result.task): result for result in results}
     named = {variant.name: variant for variant in variants}
     compared = []
     for task in dict.fromkeys(result.task for result in results):
@@ -419,8 +419,8 @@ def between(ours: TaskResult, theirs: TaskResult, because: Because = "asked") ->
         return None
     return Difference(
         task=ours.task,
-        arm=ours.arm,
-        against=theirs.arm,
+        variant=ours.variant,
+        against=theirs.variant,
         because=because,
         n=len(pairs),
         difference=found.value,

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.files import user_cache
 from kvtool.errors import KvtoolError
 from kvtool.generation.feeding import decode_step

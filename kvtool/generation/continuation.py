@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.report import CacheReport
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import UsageError
+from kvtool.generation.broken_numbers import check_logits, explaining
 from kvtool.generation.compiled import CompiledDecoding, CompileReport, pays
 from kvtool.generation.decoding import (
     Callback,
@@ -23,7 +24,6 @@ from kvtool.generation.decoding import (
 )
 from kvtool.generation.feeding import check_positions, decode_step, prefill, wait
 from kvtool.generation.fidelity import Fidelity, compare_with_full
-from kvtool.generation.finite import check_logits, explaining
 from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
 
 

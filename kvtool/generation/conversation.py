@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.messages import ChatHistory, Message
 from kvtool.documents.turns import UserTurn
 from kvtool.errors import KvtoolError, UsageError

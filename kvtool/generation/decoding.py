@@ -19,9 +19,9 @@ from transformers import (
     TextStreamer,
 )
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
+from kvtool.generation.broken_numbers import broken_entries, explain, explaining
 from kvtool.generation.feeding import decode_step
-from kvtool.generation.finite import broken_entries, explain, explaining
 from kvtool.generation.model_settings import end_tokens
 
 _FEWEST = 256  # tokens of a text's buffer

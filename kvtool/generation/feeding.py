@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.features.repetition import Repetition
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.generation.finite import check_logits, explaining
+from kvtool.generation.broken_numbers import check_logits, explaining
 from kvtool.generation.repeating import begin_prompt, repeat_prompt
 from kvtool.transformers_versions import cache_argument
 

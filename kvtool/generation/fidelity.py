@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvtool.cache.hooks.rope import reading
-from kvtool.cache.rope_lengths import RopeLengths
-from kvtool.generation.finite import check_logits
+from kvtool.cache.whole.settings import RopeLengths
+from kvtool.generation.broken_numbers import check_logits
 from kvtool.transformers_versions import cache_argument
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvtool.cache.cache import KVCache, entry_budgets, storing_nothing
 from kvtool.cache.features.repetition import Instructions, RepeatedWeights, Repetition
+from kvtool.cache.whole.cache import KVCache, entry_budgets, storing_nothing
 from kvtool.errors import UsageError
 from kvtool.models.chat import Frame, continued_ids
 from kvtool.policies.evidence import RepetitionAsked

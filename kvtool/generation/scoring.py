@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
+from kvtool.generation.broken_numbers import broken_entries, check_logits, explain, explaining
 from kvtool.generation.feeding import decode_step, forward
-from kvtool.generation.finite import broken_entries, check_logits, explain, explaining
 
 
 def token_logprobs(

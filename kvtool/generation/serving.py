@@ -1,7 +1,7 @@
 """Answer many prompts over one cache: an answer that ends frees its place for the next prompt.
 
-Every prompt is read alone, and its entry joins those that run (`kvtool.cache.batching`). So an
-answer is the one that the prompt gets alone, and short answers do not wait for long ones.
+Every prompt is read alone, and its entry joins those that run (`kvtool.cache.whole.batching`). So
+an answer is the one that the prompt gets alone, and short answers do not wait for long ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.batching import append_entries, keep_entries
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.batching import append_entries, keep_entries
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
+from kvtool.generation.broken_numbers import broken_entries, explain
 from kvtool.generation.decoding import StopsAt, longer
 from kvtool.generation.feeding import decode_step, prefill, wait
-from kvtool.generation.finite import broken_entries, explain
 from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
 
 

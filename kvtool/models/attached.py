@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from kvtool.errors import UsageError
 from kvtool.garbage import collect_as_usual
@@ -108,52 +106,17 @@ class ModelSource:
         """
         loaded = self.loaded
         if loaded is None:
-            yield load_attached(
-                self.name,
-                self.settings,
-                progress=progress,
-                note=note,
-            )
+            yield load_attached(self.name, self.settings, progress=progress, note=note)
             return
-        _attach_for_a_while(loaded.model)
+        from kvtool.cache.hooks.attach import attach_for_a_while, give_back
+
+        attach_for_a_while(loaded.model)
         done = False
         try:
             yield loaded
             done = True
         finally:
-            _give_back(loaded.model, keep=keep and done)
-
-
-_LOCK = threading.Lock()
-_USES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Models that are attached for a while only, and how many uses they are in."""
-
-
-def _attach_for_a_while(model: Any) -> None:
-    """Attach a model until it is released as often as it was taken."""
-    from kvtool.cache.hooks.attach import attach
-    from kvtool.cache.hooks.attachment import attachment
-
-    with _LOCK:
-        if attachment(model) is None:
-            attach(model)
-            _USES[model] = 0
-        if model in _USES:
-            _USES[model] += 1
-
-
-def _give_back(model: Any, *, keep: bool) -> None:
-    from kvtool.cache.hooks.attach import detach
-
-    with _LOCK:
-        if model not in _USES:
-            return  # its caller has attached it, or it is kept
-        _USES[model] -= 1
-        if keep:
-            del _USES[model]
-        elif _USES[model] == 0:
-            del _USES[model]
-            detach(model)
+            give_back(loaded.model, keep=keep and done)
 
 
 def _name_loaded(model: Any, tokenizer: Any) -> Loaded:
@@ -184,8 +147,7 @@ def load_attached(
     """
     given = {name: value for name, value in settings.items() if value is not None}
     loaded = load(model, **given, progress=progress)
-    from kvtool.cache.hooks.attach import attach
-    from kvtool.cache.hooks.families import notes
+    from kvtool.cache.hooks.attach import attach, notes
 
     attach(loaded.model)
     collect_as_usual()

@@ -11,7 +11,6 @@ from kvtool.errors import KvtoolError, quote
 
 MOST_LAYERS = 1000
 MOST_HEADS = 10_000
-_LARGEST = 2**40  # of any other size
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"),
@@ -26,12 +25,17 @@ _OR_NONE = (  # sizes of parts that a model may do without
     *("intermediate_size", "n_inner", "num_experts", "num_local_experts"),
     *("kv_lora_rank", "qk_rope_head_dim"),
 )
-_ROPES = ("rope_parameters", "rope_scaling")
-_ROPE_NUMBERS = (
+_BOUNDS = {
+    **dict.fromkeys(_LAYERS, (1, MOST_LAYERS)),
+    **dict.fromkeys(_HEADS, (1, MOST_HEADS)),
+    **dict.fromkeys(_SIZES, (1, 2**40)),
+    **dict.fromkeys(_OR_NONE, (0, 2**40)),
+}
+_FACTOR_LISTS = ("short_factor", "long_factor")
+_FACTORS = (
     *("rope_theta", "factor", "original_max_position_embeddings"),
-    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", *_FACTOR_LISTS),
 )
-_ROPE_LISTS = ("short_factor", "long_factor")
 _TEXT_PARTS = ("text_config", "decoder", "llm_config", "language_config", "thinker_config")
 
 
@@ -47,79 +51,32 @@ def check_sizes(name: str, data: Mapping[str, Any]) -> None:
     Raises:
         KvtoolError: a size that is negative, 0, no whole number or too large; too deep a nesting.
     """
+    texts = [data, *(data.get(key) for key in _TEXT_PARTS)]
     for part in _parts(name, data):
-        for key in _LAYERS:
-            _check(name, key, part.get(key), 0, MOST_LAYERS)
-    for text in (data, *(data.get(key) for key in _TEXT_PARTS)):
-        if isinstance(text, Mapping):
-            _check_text(name, text)
+        text = any(part is each for each in texts)
+        unused = {"head_dim"} if part.get("kv_lora_rank") else set()
+        unused |= {"sliding_window"} if part.get("use_sliding_window") is False else set()
+        for key in _BOUNDS if text else _LAYERS:
+            value, (least, most) = part.get(key), _BOUNDS[key]
+            least = least if text and key not in unused else 0
+            if type(value) not in (int, float):
+                continue
+            if not least <= value <= most or value != int(value):
+                raise _refuse(name, key, value, f"give a whole number from {least} to {most:,}")
+        for key in _FACTORS:
+            value = part.get(key)
+            many = key in _FACTOR_LISTS and isinstance(value, list)
+            if not all(map(_is_factor, value if many else [value])):
+                raise _refuse(name, key, value, "give numbers that are not negative")
 
 
-def _check_text(name: str, data: Mapping[str, Any]) -> None:
-    """Refuse sizes of a text model."""
-    unused = {"head_dim"} if data.get("kv_lora_rank") else set()
-    unused |= {"sliding_window"} if data.get("use_sliding_window") is False else set()
-    for key in _LAYERS:
-        _check(name, key, data.get(key), 1, MOST_LAYERS)
-    for key in _HEADS:
-        _check(name, key, data.get(key), 1, MOST_HEADS)
-    for key in _SIZES:
-        _check(name, key, data.get(key), 0 if key in unused else 1, _LARGEST)
-    for key in _OR_NONE:
-        _check(name, key, data.get(key), 0, _LARGEST)
-    for rope in (data, *(data.get(key) for key in _ROPES)):
-        if isinstance(rope, Mapping):
-            _check_rope(name, rope, _rotated(data, rope))
-
-
-def _check_rope(name: str, rope: Mapping[str, Any], rotated: int | None) -> None:
-    """Refuse factors of a rotation that are no numbers, or not one for each pair of channels.
-
-    Args:
-        rotated: channels that are rotated; None: unknown.
-    """
-    for key in _ROPE_NUMBERS:
-        value = rope.get(key)
-        if value is not None and not (_is_number(value) and value >= 0):
-            raise _refuse(name, key, value, "give a number that is not negative")
-    for key in _ROPE_LISTS:
-        factors = rope.get(key)
-        if factors is None:
-            continue
-        if not isinstance(factors, list) or not all(map(_is_number, factors)):
-            raise _refuse(name, key, factors, "give a list of numbers")
-        if rotated is not None and len(factors) != rotated // 2:
-            raise KvtoolError(
-                f"the config.json of model `{name}` gives {len(factors)} numbers in {key}",
-                hint=f"give {rotated // 2}, one for each pair of the {rotated} rotated channels",
-            )
-
-
-def _rotated(data: Mapping[str, Any], rope: Mapping[str, Any]) -> int | None:
-    """Count the channels that a rotation turns; None where this is not said plainly."""
-    width, heads, own = (data.get(k) for k in ("hidden_size", "num_attention_heads", "head_dim"))
-    if own is None and type(width) is int and type(heads) is int:
-        own = width // heads
-    share = rope.get("partial_rotary_factor", data.get("partial_rotary_factor", 1.0))
-    if type(own) is not int or not _is_number(share) or data.get("kv_lora_rank"):
-        return None
-    return int(own * share)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+def _is_factor(value: Any) -> bool:
+    return value is None or (type(value) in (int, float) and math.isfinite(value) and value >= 0)
 
 
 def _refuse(name: str, key: str, value: Any, hint: str) -> KvtoolError:
     shown = f"the config.json of model `{name}` gives {key} as {quote(value)}"
     return KvtoolError(shown, hint=hint)
-
-
-def _check(name: str, key: str, value: Any, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return
-    if not least <= value <= most or value != int(value):
-        raise _refuse(name, key, value, f"give a whole number from {least} to {most:,}")
 
 
 def _parts(name: str, value: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from kvtool.documents.files import write_folder
@@ -15,8 +14,6 @@ from kvtool.models.folder import (
     library_output_on_stderr,
 )
 from kvtool.models.gguf import GgufFile
-from kvtool.models.gguf_folder import fill_folder
-from kvtool.models.gguf_load import bring_here
 
 
 def find_file(model: str) -> GgufFile:
@@ -48,10 +45,8 @@ def convert(
     """
     gguf = find_file(model)
     check_hub(model, revision)
+    from kvtool.models.checkpoint import bring_here, fill_folder
+
     with library_output_on_stderr(progress), in_one_line("weights", model, {}):
         found = bring_here(model, gguf, revision)
-        write_folder(folder, partial(_fill, model, found, dtype, progress))
-
-
-def _fill(model: str, gguf: GgufFile, dtype: str, progress: bool, folder: Path) -> None:
-    fill_folder(model, gguf, folder, dtype, progress)
+        write_folder(folder, lambda into: fill_folder(model, found, into, dtype, progress))

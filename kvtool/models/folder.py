@@ -210,22 +210,16 @@ def library_output_on_stderr(progress: bool) -> Iterator[None]:
     bars = transformers.is_progress_bar_enabled()
     for logging, _ in before:
         logging.set_verbosity_error()
-    _show_bars(False)
+    transformers.disable_progress_bar()
     if progress:
         enable_progress_bars()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        _show_bars(bars)
+        (transformers.enable_progress_bar if bars else transformers.disable_progress_bar)()
         for logging, verbosity in before:
             logging.set_verbosity(verbosity)
-
-
-def _show_bars(wanted: bool) -> None:
-    from transformers.utils import logging
-
-    (logging.enable_progress_bar if wanted else logging.disable_progress_bar)()
 
 
 @contextlib.contextmanager
@@ -264,6 +258,36 @@ def named_if_quantised(name: str, config: Any) -> Iterator[None]:
             f"cannot be loaded here: {_one_line(error)}",
             hint=UNQUANTISED,
         ) from error
+
+
+def check_tensors(name: str, info: Mapping[str, Any]) -> None:
+    """Refuse weights of other shapes, and weights that lack some.
+
+    Args:
+        name: of the model.
+        info: of the weights, as `from_pretrained` returns it.
+
+    Raises:
+        KvtoolError: they do not fit.
+    """
+    if info["mismatched_keys"]:
+        tensor, stored, expected = sorted(info["mismatched_keys"])[0]
+        raise KvtoolError(
+            f"the weights of `{name}` do not fit its config.json: {tensor} is "
+            f"{tuple(stored)}, must be {tuple(expected)}"
+        )
+    missing = sorted(info["missing_keys"])
+    if missing and any(key.endswith(".qweight") for key in info["unexpected_keys"]):
+        raise KvtoolError(
+            f"the weights of `{name}` are quantised (GPTQ or AWQ), and its config.json has no "
+            "quantization_config that says how",
+            hint=UNQUANTISED,
+        )
+    if missing:
+        raise KvtoolError(
+            f"the weights of `{name}` lack {len(missing)} tensors of its architecture "
+            f"(first: {missing[0]})"
+        )
 
 
 def _translate(part: str, name: str, error: Exception, where: Mapping[str, Any]) -> KvtoolError:
@@ -341,27 +365,9 @@ def check_hub(model: str | None, revision: str | None = None) -> None:
         return
     _, place, gguf = find_source(model)
     file = "config.json" if gguf is None else gguf.file
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    try:
-        if isinstance(try_to_load_from_cache(place, file, revision=revision), str):
-            return
-        get_hf_file_metadata(hf_hub_url(place, file, revision=revision))
-    except (GatedRepoError, RepositoryNotFoundError) as error:
+    error = _ask_hub(place, file, unreachable(model), revision=revision)
+    if error is not None:
         raise translate_hub(model, str(error), error) from error
-    except (EntryNotFoundError, RevisionNotFoundError, HfHubHTTPError):
-        return  # transformers will say more
-    except ValueError as error:  # no name of a model
-        raise translate_hub(model, str(error), error) from error
-    except Exception as error:  # any: of the network, by whichever client the hub's package has
-        raise unreachable(model) from error
 
 
 def check_hub_data(name: str) -> None:
@@ -372,14 +378,30 @@ def check_hub_data(name: str) -> None:
     Raises:
         Unreachable: there is no answer.
     """
-    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError
+    away = Unreachable(f"the hub cannot be reached for data `{name}`")
+    _ask_hub(name, "README.md", away, repo_type="dataset")
+
+
+def _ask_hub(place: str, file: str, away: Unreachable, **where: Any) -> Exception | None:
+    """Ask for a file unless the hub's cache has it; a hub that is unwell is left to transformers.
+
+    Args:
+        away: raised where there is no answer.
+
+    Returns:
+        What the hub says where it has no such repository, or not for everybody.
+    """
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:
-        if isinstance(try_to_load_from_cache(name, "README.md", repo_type="dataset"), str):
-            return
-        get_hf_file_metadata(hf_hub_url(name, "README.md", repo_type="dataset"))
-    except (HfHubHTTPError, ValueError):
-        return  # the reader of the data will say more
+        if not isinstance(try_to_load_from_cache(place, file, **where), str):
+            get_hf_file_metadata(hf_hub_url(place, file, **where))
+    except (errors.EntryNotFoundError, errors.RevisionNotFoundError):
+        return None
+    except (errors.RepositoryNotFoundError, ValueError) as error:  # or no name of a model
+        return error
+    except errors.HfHubHTTPError:
+        return None
     except Exception as error:  # any: of the network, by whichever client the hub's package has
-        raise Unreachable(f"the hub cannot be reached for data `{name}`") from error
+        raise away from error
+    return None

@@ -1,20 +1,28 @@
-"""Find GGUF files, llama.cpp's format for models, and refuse those that cannot be read."""
+"""Find GGUF files, llama.cpp's format for models, and read their heads without a library."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
+import struct
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvtool.documents.files import check_name, check_unicode, expand
 from kvtool.errors import UsageError
 from kvtool.extras import require
-from kvtool.models.gguf_header import GgufHeader, read_header
 
 SUFFIX = ".gguf"
 _REPOSITORY = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # an ID of the hub
+_VERSIONS = (2, 3)
+_TEXT, _ARRAY = 8, 9
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
+_NUMBERS |= {12: "d"}
+_FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 CHECKPOINT_HINT = "give the checkpoint that it was made from, a folder or hub ID with safetensors"
 
 
@@ -96,6 +104,117 @@ def check_gguf(name: str, gguf: GgufFile) -> None:
     require("gguf", needed_by=f"model `{name}`, a GGUF file,")
     if gguf.here:
         read_model_header(name, gguf)
+
+
+@dataclass(frozen=True)
+class GgufHeader:
+    """What a GGUF file says of itself.
+
+    Attributes:
+        settings: by name; of an array, how many entries it has.
+        tensors: the type of each tensor by name, as a number of ggml.
+    """
+
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, int]
+
+    def text(self, name: str) -> str | None:
+        """Return a setting that is a text, None where there is none."""
+        value = self.settings.get(name)
+        return value if isinstance(value, str) else None
+
+    @property
+    def dtype(self) -> str:
+        """The dtype to unpack the weights into: their own, or `bfloat16` where they are packed."""
+        kinds = set(self.tensors.values())
+        if not kinds <= set(_FLOATS):
+            return "bfloat16"
+        halves = kinds - {0}  # norms are float32 in files of 16 bits, too
+        return _FLOATS[max(halves, default=0)]
+
+    @property
+    def scales_rotations(self) -> bool:
+        """Whether RoPE rotates keys by other angles than its base alone gives."""
+        kind = self.text(f"{self.text('general.architecture')}.rope.scaling.type")
+        named = any(name.startswith(("rope_freqs", "rope_factors")) for name in self.tensors)
+        return named or kind not in (None, "none")
+
+
+def read_header(path: Path, name: str) -> GgufHeader:
+    """Read the head of a file.
+
+    Args:
+        name: what the file is called in messages.
+
+    Raises:
+        UsageError: no GGUF file, or not a whole one.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(8)
+        if start[:4] != b"GGUF":
+            raise UsageError(f"`{name}` is no GGUF file")
+        version = int.from_bytes(start[4:], "little")
+        if len(start) == 8 and version not in _VERSIONS:
+            raise UsageError(f"`{name}` is a GGUF file of version {version}, kvtool reads 2 and 3")
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(data).header()
+        except (struct.error, KeyError, ValueError):
+            raise UsageError(f"`{name}` is not a whole GGUF file") from None
+
+
+class _Reader:
+    """Walks over the head of a file."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data = data
+        self.place = 8
+
+    def header(self) -> GgufHeader:
+        """Read settings, then the list of tensors; the last of these has to begin in the file."""
+        found, kinds, last = {}, {}, 0
+        tensors, settings = self.numbers("QQ")
+        for _ in range(settings):
+            name = self.text()
+            found[name] = self.value(*self.numbers("I"))
+        for _ in range(tensors):
+            name = self.text()
+            (axes,) = self.numbers("I")
+            self.skip(8 * axes)
+            kinds[name], offset = self.numbers("IQ")
+            last = max(last, offset)
+        self.skip(last)
+        return GgufHeader(found, kinds)
+
+    def value(self, kind: int) -> Any:
+        """Read a setting; of an array, how many entries it has."""
+        if kind == _TEXT:
+            return self.text()
+        if kind != _ARRAY:
+            return self.numbers(_NUMBERS[kind])[0]
+        kind, count = self.numbers("IQ")
+        if kind != _TEXT:
+            self.skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+            return count
+        for _ in range(count):
+            self.skip(*self.numbers("Q"))
+        return count
+
+    def text(self) -> str:
+        start = self.place + 8
+        self.skip(*self.numbers("Q"))
+        return self.data[start : self.place].decode()
+
+    def numbers(self, kinds: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{kinds}", self.data, self.place)
+        self.place += struct.calcsize(f"<{kinds}")
+        return values
+
+    def skip(self, count: int) -> None:
+        self.place += count
+        if self.place > len(self.data):
+            raise ValueError("the file ends within its head")
 
 
 def read_model_header(name: str, gguf: GgufFile) -> GgufHeader:

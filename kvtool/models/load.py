@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.models.adapter import find_adapter, merge_adapter
-from kvtool.models.config_sizes import check_sizes
 from kvtool.models.folder import (
     Source,
     base_of,
@@ -21,13 +21,6 @@ from kvtool.models.folder import (
     named_if_quantised,
     tokenizer_folder,
 )
-from kvtool.models.gguf_folder import fill_folder
-from kvtool.models.gguf_load import (
-    bring_here,
-    load_gguf_config,
-    load_gguf_tokenizer,
-    load_gguf_weights,
-)
 from kvtool.models.placement import (
     check_attention,
     check_processes,
@@ -37,8 +30,13 @@ from kvtool.models.placement import (
 )
 from kvtool.models.quantised import check_plain, check_quantise, loading_options
 from kvtool.models.smollm2 import is_smollm2, unpack_once
-from kvtool.models.tensors import check_tensors
+from kvtool.plain_config import plain_config
 from kvtool.planning.parameters import Bits
+from kvtool.transformers_versions import reads_plain_configs
+
+if TYPE_CHECKING:
+    from kvtool.models.checkpoint import Checkpoint
+    from kvtool.models.gguf import GgufFile
 
 CHECKPOINT = ("revision", "trust_remote_code")
 """Arguments of `load` that say which files of a checkpoint are read, and how."""
@@ -100,41 +98,30 @@ def load(
             )
     check_attention(attn_implementation, place)
     source = find_source(model)
-    name, where = source.name, _where(revision, trust_remote_code)
+    name = source.name
     if quantize is not None:
         check_quantise(source, place, adapter=given != model, split=tensor_parallel)
-    if source.gguf is not None and is_smollm2(name):
-        source = _unpack_once(source, progress)
-    if tensor_parallel and source.gguf is not None:
-        raise UsageError(
-            f"model `{name}` is a GGUF file, and --tensor-parallel takes folders",
-            hint=f"kvtool convert {name} FOLDER",
-        )
     with library_output_on_stderr(progress):
-        with in_one_line("configuration", name, where):
-            source = _bring_here(source, where)
-            config = _load_config(source, where)
-            split = split_over_processes(config) if tensor_parallel else {}
-            if quantize is not None:
-                check_plain(source, config)
-        with in_one_line("tokenizer", name, where):
-            tokenizer = _load_tokenizer(source, tokenizer_folder(given), where)
-        with (
-            in_one_line("weights", name, where),
-            named_if_quantised(name, config),
-        ):
+        if source.gguf is not None and is_smollm2(name):
+            source = _unpack_once(name, source.gguf, progress)
+        if tensor_parallel and source.gguf is not None:
+            raise UsageError(
+                f"model `{name}` is a GGUF file, and --tensor-parallel takes folders",
+                hint=f"kvtool convert {name} FOLDER",
+            )
+        found = _open(source, revision, trust_remote_code)
+        config, where = found.config, found.where
+        split = split_over_processes(config) if tensor_parallel else {}
+        if quantize is not None:
+            check_plain(source, config)
+        tokenizer = found.tokenizer(tokenizer_folder(given))
+        with in_one_line("weights", name, where), named_if_quantised(name, config):
             kind = torch_dtype(dtype, place, device_map)
             fewer = loading_options(config, quantize, place, kind)
             spread = {} if device_map is None else {"device_map": device_map}
-            loaded = _load_weights(
-                source,
-                where,
-                progress,
-                config=config,
-                dtype=kind,
-                attn_implementation=None if attn_implementation == "auto" else attn_implementation,
-                **fewer | spread | split,
-            )
+            kernel = None if attn_implementation == "auto" else attn_implementation
+            options = {"dtype": kind, "attn_implementation": kernel, **fewer, **spread, **split}
+            loaded = found.weights(progress, **options)
             if device_map is None and not tensor_parallel and not fewer:
                 loaded.to(place)
         adapter = None if given == model else find_adapter(given)
@@ -160,17 +147,11 @@ def load_tokenizer(
         UsageError, KvtoolError: as `load`.
     """
     check_folder(model)
-    own = tokenizer_folder(model)
-    model, revision = base_of(model, revision)
-    check_hub(model, revision)
-    source = find_source(model)
-    name, where = source.name, _where(revision, trust_remote_code)
+    base, revision = base_of(model, revision)
+    check_hub(base, revision)
     with library_output_on_stderr(progress=False):
-        with in_one_line("configuration", name, where):
-            source = _bring_here(source, where)
-            config = _load_config(source, where)
-        with in_one_line("tokenizer", name, where):
-            return _load_tokenizer(source, own, where), config
+        found = _open(find_source(base), revision, trust_remote_code)
+        return found.tokenizer(tokenizer_folder(model)), found.config
 
 
 def load_config(
@@ -184,77 +165,44 @@ def load_config(
     check_folder(model, config_only=True)
     model, revision = base_of(model, revision)
     check_hub(model, revision)
-    source = find_source(model)
-    where = _where(revision, trust_remote_code)
-    with (
-        library_output_on_stderr(progress=False),
-        in_one_line("configuration", source.name, where),
-    ):
-        return _load_config(_bring_here(source, where), where)
+    with library_output_on_stderr(progress=False):
+        return _open(find_source(model), revision, trust_remote_code).config
 
 
-def _where(revision: str | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Return transformers' arguments for what to load."""
-    return {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
-
-
-def _bring_here(source: Source, where: dict[str, Any]) -> Source:
-    """Download a GGUF file of the hub; all else is left to transformers."""
-    if source.gguf is None:
-        return source
-    return source._replace(gguf=bring_here(source.name, source.gguf, where.get("revision")))
-
-
-def _unpack_once(source: Source, progress: bool) -> Source:
-    """Make the folder that a packaged model is loaded from, once for all later starts."""
-    name, gguf = source.name, source.gguf
-    assert gguf is not None, "a folder is there"
-    with library_output_on_stderr(progress), in_one_line("weights", name, {}):
-        unpack_once(gguf, lambda folder: fill_folder(name, gguf, folder, "bfloat16", progress))
-    return find_source(name)
-
-
-def _load_config(source: Source, where: dict[str, Any]) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-
-    from kvtool.cache.hooks.families import check_supported
-
-    name, place, gguf = source
-    if gguf is not None:
-        config = load_gguf_config(name, gguf)
-    else:
-        data, _ = PreTrainedConfig.get_config_dict(place, **where)
-        check_sizes(name, data)
-        config = AutoConfig.from_pretrained(place, **where)
-    remote = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in AutoModelForCausalLM._model_mapping and not remote:
-        raise KvtoolError(f"model `{name}` ({config.model_type}) is not a causal language model")
-    check_supported(config)
-    return config
-
-
-def _load_tokenizer(source: Source, own: str | None, where: dict[str, Any]) -> Any:
-    """Load a tokenizer.
+def read_config(model: str | None = None, **where: Any) -> Any:
+    """Read what planning asks of a configuration: a folder's config.json itself where it is plain.
 
     Args:
-        own: the folder of an adapter that brings a tokenizer along.
+        where: as for `load_config`, which reads all others.
+
+    Returns:
+        A `PlainConfig`, or a transformers configuration.
+
+    Raises:
+        UsageError, KvtoolError: as `load`.
     """
-    from transformers import AutoTokenizer
+    check_folder(model, config_only=True)
+    source = find_source(base_of(model)[0])
+    file = Path(source.place) / "config.json"
+    if source.gguf is None and file.is_file() and reads_plain_configs():
+        plain = plain_config(json.loads(file.read_bytes()))
+        if plain is not None:
+            return plain
+    return load_config(model, **where)
 
-    if own is None and source.gguf is not None:
-        return load_gguf_tokenizer(source.name, source.gguf)
-    return AutoTokenizer.from_pretrained(own or source.place, **where)
+
+def _open(source: Source, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+    """Read the configuration of a checkpoint, with which torch and transformers come."""
+    from kvtool.models.checkpoint import Checkpoint
+
+    where = {"trust_remote_code": trust_remote_code} | ({"revision": revision} if revision else {})
+    return Checkpoint(source, where)
 
 
-def _load_weights(source: Source, where: Mapping[str, Any], progress: bool, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def _unpack_once(name: str, gguf: GgufFile, progress: bool) -> Source:
+    """Make the folder that a packaged model is loaded from, once for all later starts."""
+    from kvtool.models.checkpoint import fill_folder
 
-    name, place, gguf = source
-    if gguf is not None:
-        model, info = load_gguf_weights(gguf, progress, **options)
-    else:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            place, output_loading_info=True, ignore_mismatched_sizes=True, **where, **options
-        )
-    check_tensors(name, info)
-    return model
+    with in_one_line("weights", name, {}):
+        unpack_once(gguf, lambda folder: fill_folder(name, gguf, folder, "bfloat16", progress))
+    return find_source(name)

@@ -19,8 +19,8 @@ from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
-from kvtool.planning.losses import Loss, Losses, of_points
-from kvtool.planning.plan import Planned, make_plan
+from kvtool.planning.lost_answers import Loss, Losses, of_points
+from kvtool.planning.make_plan import Planned, make_plan
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
@@ -191,12 +191,12 @@ def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:
             "the results hold no verdict, which a recommendation rests on",
             hint="kvtool eval --rescore DIR adds it; nothing is measured again",
         )
-    if all(variant.policy == _FULL for variant in results.arms):
+    if all(variant.policy == _FULL for variant in results.variants):
         raise UsageError("the results hold no measured policy beside the full cache")
     if verdict.why is not None:
         raise UsageError(f"the results do not tell policies apart: {verdict.why}")
     found, left_out = [], []
-    for variant in results.arms:
+    for variant in results.variants:
         if variant.policy == _FULL:
             continue
         try:
@@ -268,7 +268,7 @@ def _held(planned: Planned) -> int:
 
 def _full(results: ResultsDocument, place: Place) -> Evidence:
     """Return the full cache as a variant."""
-    variant = next(variant for variant in results.arms if variant.policy == _FULL)
+    variant = next(variant for variant in results.variants if variant.policy == _FULL)
     return Evidence(variant, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 
 

@@ -7,7 +7,6 @@ from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Merging, SelectOnly
-from kvtool.policies.guard_parts import guarded_part
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.spelling import is_inside, part_name
 
@@ -310,9 +309,7 @@ def check_codec(codec: Codec, score: Score, read: Read | None, on_evict: Evicted
 
     Raises:
         UsageError: such a reader, or such a use of evicted tokens.
-        PolicyError: a codec from outside whose sides are no codecs.
     """
-    guarded_part(codec).sides()  # before anybody counts their bytes
     reader = read if read is not None else score.reader
     if reader is not None:
         name = score.name if read is None else reader.name

@@ -5,161 +5,134 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from functools import partial
 from typing import Any, cast, get_args
 
-from kvtool.errors import did_you_mean
+from kvtool.errors import UsageError, did_you_mean
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.evicted.eviction import Merging, SelectOnly
-from kvtool.policies.guard import fault, is_count, run_hook
+from kvtool.policies.guard import fault, part_label, run_hook
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evidence, Pace, Positions, Read, Score
 from kvtool.policies.spelling import is_inside
 
-_WHEN = ("always", "prompt", "never")
-_LAYERS = ("own", "nested", "same")
-_PARTS: dict[str, type | tuple[type, ...]] = {
-    "allocator": Allocator,
-    "head_split": HeadSplit,
-    "pace": Pace,
-    "evicted": (Merging, CaliDrop, SelectOnly),
-    "reader": Read,
+
+def _one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
+    return lambda found: found in choices, f"one of {', '.join(map(str, choices))}"
+
+
+def _part_of(*kinds: type) -> tuple[Callable[[Any], bool], str]:
+    named = " or ".join(each.__name__ for each in kinds)
+    return lambda found: found is None or isinstance(found, kinds), f"None or {named}"
+
+
+def _is_count(found: Any) -> bool:
+    return isinstance(found, int) and not isinstance(found, bool) and found >= 1
+
+
+_COUNT = _is_count, "a count of 1 or more"
+_SWITCH = (lambda found: isinstance(found, bool)), "true or false"
+_DECLARED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "evidence": _one_of(*Evidence),
+    "when": _one_of("always", "prompt", "never"),
+    "layer_tokens": _one_of("own", "nested", "same"),
+    "positions": _one_of(*get_args(Positions)),
+    "window": _COUNT,
+    "min_budget": _COUNT,
+    "attention": _SWITCH,
+    "keeps_prompt": _SWITCH,
+    "distinct": _SWITCH,
+    "sees_projection": _SWITCH,
+    "sees_hidden": _SWITCH,
+    "allocator": _part_of(Allocator),
+    "head_split": _part_of(HeadSplit),
+    "pace": _part_of(Pace),
+    "evicted": _part_of(Merging, CaliDrop, SelectOnly),
+    "reader": _part_of(Read),
 }
-
-
-def is_score(value: Any) -> bool:
-    """Return whether something is a class of scores."""
-    return isinstance(value, type) and issubclass(value, Score) and value is not Score
-
-
-def class_fault(cls: Any) -> str | None:
-    """Say why a class makes no score that a policy can have, None if it does."""
-    wrong = form_fault(cls)
-    if wrong is None and cls.importance is Score.importance:
-        return "it has no `importance`"
-    return wrong
-
-
-def form_fault(cls: Any) -> str | None:
-    """Say why what a class declares cannot be read as a score's, None if it can."""
-    if not is_score(cls):
-        return "it is no class under Score"
-    score: type[Score] = cls
-    if not hasattr(cls, "__dataclass_params__") or not cls.__dataclass_params__.frozen:
-        return "it is no frozen dataclass"
-    if not isinstance(getattr(score, "name", None), str) or not score.name:
-        return "it has no `name`"
-    if score.evidence is Evidence.LOGITS:
-        return "it goes by logits, and only sirllm does"
-    for each in fields(cls):
-        if each.default is MISSING:
-            return f"its setting `{each.name}` has no default value"
-    return None
-
-
 _ROOTS = frozenset(Score.__mro__)  # beyond these, a class goes on from a score of the package
+
+
+def check_class(cls: Any, name: str) -> None:
+    """Refuse a class that makes no score that a policy can have.
+
+    Args:
+        name: as it was typed.
+
+    Raises:
+        UsageError: it is another class, no frozen dataclass, has no name or `importance`, or has a
+            setting without a default.
+    """
+    dataclass = getattr(cls, "__dataclass_params__", None)
+    if not isinstance(cls, type) or not issubclass(cls, Score) or cls is Score:
+        wrong = "it is no class under Score"
+    elif dataclass is None or not dataclass.frozen:
+        wrong = "it is no frozen dataclass"
+    elif not isinstance(getattr(cls, "name", None), str) or not cls.name:
+        wrong = "it has no `name`"
+    elif cls.importance is Score.importance:
+        wrong = "it has no `importance`"
+    elif cls.evidence is Evidence.LOGITS:
+        wrong = "it goes by logits, and only sirllm does"
+    elif bare := [each.name for each in fields(cast(Any, cls)) if each.default is MISSING]:
+        wrong = f"its setting `{bare[0]}` has no default value"
+    else:
+        return
+    raise UsageError(
+        f"`{name}` is no score: {wrong}",
+        hint="a score is a frozen dataclass under kvtool.policies.parts.Score",
+    )
 
 
 def check_declared(score: Score) -> None:
     """Refuse declarations of a score from outside that would be misread or do nothing.
 
     Raises:
-        PolicyError: the first one.
+        UsageError: its class makes no score.
+        PolicyError: the first such declaration.
     """
     if is_inside(type(score)):
         return
-    _check_choice(score, "evidence", tuple(Evidence))
-    _check_choice(score, "when", _WHEN)
-    _check_choice(score, "layer_tokens", _LAYERS)
-    _check_choice(score, "positions", get_args(Positions))
+    check_class(type(score), part_label(score))
+    for name, (right, expected) in _DECLARED.items():
+        _check(score, name, right, expected)
     _check_statistics(score)
-    observes = type(score).observe is not Score.observe
-    goes_on = any(is_inside(base) for base in type(score).__mro__ if base not in _ROOTS)
-    if observes != (score.evidence is Evidence.ALL_ROWS) and (observes or not goes_on):
-        message = "is called for Evidence.ALL_ROWS alone, and the evidence is"
-        message = (
-            f"{message} {score.evidence.name}" if observes else "is missing, and ALL_ROWS calls it"
-        )
-        raise fault(score, "observe", message)
-    if getattr(score, "draws", False) and "seed" not in {
-        each.name for each in fields(cast(Any, score))
-    }:
+    _check_called(score, "observe", "evidence is ALL_ROWS", score.evidence is Evidence.ALL_ROWS)
+    _check_called(score, "from_hidden", "`sees_hidden` is true", score.sees_hidden)
+    if getattr(score, "draws", False) and not hasattr(score, "seed"):
         raise fault(score, "draws", "is true, and there is no setting `seed`", "seed: int = 0")
-    _check(score, "window", lambda found: is_count(found, 1), "a count of 1 or more")
-    _check(score, "min_budget", lambda found: is_count(found, 1), "a count of 1 or more")
-    for name in ("attention", "keeps_prompt", "distinct", "sees_projection", "sees_hidden"):
-        _check(score, name, lambda found: isinstance(found, bool), "true or false")
-    _check_hidden(score)
-    for name, kind in _PARTS.items():
-        _check(score, name, partial(_is_part, kind), f"None or {_named(kind)}")
-    head = run_hook(score, "by_head", score.by_head)
-    if not isinstance(head, Score):
-        raise fault(score, "by_head", f"returns {type(head).__name__}, not a score")
 
 
-def _check_hidden(score: Score) -> None:
-    made = type(score).from_hidden is not Score.from_hidden
-    if made and not score.sees_hidden:
-        hint = "sees_hidden: ClassVar = True"
-        raise fault(score, "from_hidden", "is called with `sees_hidden` alone", hint)
-    if score.sees_hidden and not made:
-        raise fault(score, "from_hidden", "is missing, and `sees_hidden` calls it")
-    if score.sees_hidden and not score.statistics:
-        hint = 'statistics: ClassVar = ("promise",)'
-        raise fault(score, "statistics", "are empty, and from_hidden fills them", hint)
+def _check_called(score: Score, hook: str, where: str, called: bool) -> None:
+    """Refuse a hook that nobody calls, and one that is called and not there."""
+    cls = type(score)
+    made = getattr(cls, hook) is not getattr(Score, hook)
+    goes_on = any(is_inside(base) for base in cls.__mro__ if base not in _ROOTS)
+    if made and not called:
+        raise fault(score, hook, f"is called only where {where}")
+    if called and not made and not goes_on:
+        raise fault(score, hook, f"is missing, and it is called where {where}")
 
 
 def _check_statistics(score: Score) -> None:
-    names = score.statistics
+    names, sums = score.statistics, score.evidence is Evidence.COLUMNS
     if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
         message = f"are {names!r}, not a tuple of names"
         raise fault(score, "statistics", message, f'statistics: ClassVar = ("{COLUMNS[0]}",)')
+    if not names and (sums or score.sees_hidden):
+        raise fault(score, "statistics", "are empty, and there is nothing to fill")
     for name in names:
         if name in (PROMPT, SHIFT) or names.count(name) > 1:
-            why = "twice" if names.count(name) > 1 else "which is a name of kvtool's own"
-            raise fault(score, "statistics", f"name `{name}`, {why}")
-    if score.evidence is not Evidence.COLUMNS:
-        return
-    for name in names or ("",):
-        if name not in COLUMNS:
-            message = (
-                f"name `{name}`, which nobody sums" if name else "are empty, and COLUMNS fills them"
-            )
+            raise fault(score, "statistics", f"name `{name}` twice, or as kvtool names its own")
+        if sums and name not in COLUMNS:
             hint = did_you_mean(name, COLUMNS) or f"columns are {', '.join(COLUMNS)}"
-            raise fault(score, "statistics", message, hint)
+            raise fault(score, "statistics", f"name `{name}`, which nobody sums", hint)
 
 
-def _check_choice(score: Score, name: str, choices: tuple[Any, ...]) -> None:
-    found = getattr(score, name)
-    if found not in choices:
-        offered = ", ".join(str(each) for each in choices)
-        raise fault(score, name, f"is {found!r}, not one of {offered}")
-
-
-def check_count(part: Any, name: str) -> None:
-    """Refuse a part from outside whose property is no count of 1 or more.
-
-    Raises:
-        PolicyError: it is none, or reading it fails.
-    """
-    if part is not None and not is_inside(type(part)):
-        _check(part, name, lambda found: is_count(found, 1), "a count of 1 or more")
-
-
-def _check(score: Any, name: str, right: Callable[[Any], bool], expected: str) -> None:
+def _check(score: Score, name: str, right: Callable[[Any], bool], expected: str) -> None:
     found = run_hook(score, name, lambda: getattr(score, name))
     if inspect.ismethod(found):
         raise fault(score, name, "is a method, and is read as a property", f"@property def {name}")
     if not right(found):
         raise fault(score, name, f"is {found!r}, not {expected}")
-
-
-def _is_part(kind: type | tuple[type, ...], found: Any) -> bool:
-    return found is None or isinstance(found, kind)
-
-
-def _named(kind: type | tuple[type, ...]) -> str:
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    return " or ".join(each.__name__ for each in kinds)

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.pairs import pair_count, pair_lengths
 from kvtool.maths.projection import projected_lengths
 from kvtool.policies.numbers import HeadSizes
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvtool.maths.rotation import Rotation
     from kvtool.policies.numbers import Count
 

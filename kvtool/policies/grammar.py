@@ -8,19 +8,26 @@ base of one's own is named by its module, `my_package.my_module:MyScore(recent=8
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvtool.errors import UsageError, did_you_mean, quote
-from kvtool.policies import outside
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.installed import installed_base, placed
-from kvtool.policies.outside import build_outside, is_outside
+from kvtool.policies.outside import build_outside, is_outside, named_parts
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
-from kvtool.policies.spelling import read_part, read_settings, split_outside
+from kvtool.policies.spelling import (
+    is_inside,
+    part_name,
+    read_part,
+    read_settings,
+    spell_settings,
+    split_outside,
+)
 from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
 
 
@@ -91,14 +98,25 @@ def _build_base(text: str, imports: bool) -> Any:
 
 
 def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a plan") -> None:
-    """Refuse scores from outside the package that are not imported; arguments as in `outside`.
+    """Refuse scores from outside the package that are not imported.
+
+    Args:
+        choices: policies as a document has them, strings or mappings.
+        where: they are, for the error.
+        what: document names them, for the error.
 
     Raises:
         UsageError: the first such score, by its module or by the name that a package adds.
     """
     names = [choice.get("name") if isinstance(choice, dict) else choice for choice in choices]
-    known = [placed(name) if isinstance(name, str) else name for name in names]
-    outside.check_imported(known, where, what)
+    for name in (placed(each) for each in names if isinstance(each, str)):
+        for module, score in named_parts(name):
+            # a module that is there may import others when it is asked for a name of its own
+            if score not in vars(sys.modules.get(module) or object):
+                raise UsageError(
+                    f"`{where}` names policy `{name}`, and what {what} names is not imported",
+                    hint=f"--policy '{name}' imports it",
+                )
 
 
 def _build_modifier(text: str, base: str) -> Any:
@@ -154,3 +172,20 @@ def with_allocator(policy: Policy, allocator: str, typed: str | None = None) -> 
     if isinstance(chosen, HeadSplit):
         return replace(policy, heads=chosen)
     return replace(policy, allocate=chosen)
+
+
+def label_of(policy: Policy) -> str:
+    """Return the policy string with the name of a score from outside in place of its module.
+
+    The name is the score's setting `label`, where it has one that is not empty, and else its
+    `name` with its settings. A name of kvtool's own stays with kvtool's.
+    """
+    spelled, score = str(policy), policy.score
+    if is_inside(type(score)):
+        return spelled
+    own = getattr(score, "label", None)
+    named = isinstance(own, str) and own
+    short = str(own) if named else score.name + spell_settings(score)
+    if short.partition("(")[0] in BASES:
+        return spelled
+    return short + spelled.removeprefix(part_name(score) + spell_settings(score))

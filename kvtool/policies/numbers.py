@@ -7,13 +7,10 @@ process that holds all heads would.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Union, overload
+from typing import Union, overload
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.model_shape import LayerShape
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 State = dict[str, "Tensor"]  # numbers beside the slots, by name: (batch, kv_heads, slots) float32
 Count = Union[
@@ -31,8 +28,6 @@ def minimum(a: Count, b: Count) -> Count:
     """Return the smaller of two counts, per batch entry if either is."""
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
-    import torch
-
     return torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
 
 

@@ -1,4 +1,4 @@
-"""Scores from outside the package, named `my_package.my_module:MyScore` in a policy string.
+"""Classes from outside the package, named `my_package.my_module:MyScore` where they are asked for.
 
 A name on the command line or in Python is imported. A name in a file that a user may have received
 (a recipe, a plan, a run, a saved cache) never is: it is looked up among the modules that are
@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from kvtool.errors import KvtoolError, UsageError, did_you_mean, in_one_line, quote
-from kvtool.policies.declared import class_fault, is_score
+from kvtool.policies.declared import check_class
 from kvtool.policies.parts import Score
 from kvtool.policies.spelling import read_settings, split_outside
 
@@ -59,19 +59,15 @@ def build_outside(name: str, arguments: str, *, imports: bool) -> Score:
         UsageError: no such module or class, one that is no score, an error while it is imported or
             made, a setting that it does not take.
     """
-    cls = _find(name, imports)
-    wrong = class_fault(cls)
-    if wrong is not None:
-        raise UsageError(
-            f"`{name}` is no score: {wrong}",
-            hint="a score is a frozen dataclass under kvtool.policies.parts.Score",
-        )
+    cls = _find(name, Score, "policy", "--policy", imports)
+    check_class(cls, name)
     try:
-        return cls(**read_settings(name, cls, arguments))
+        made: Score = cls(**read_settings(name, cls, arguments))
     except KvtoolError:
         raise
     except (Exception, SystemExit) as error:
         raise UsageError(f"`{name}` cannot be made: {in_one_line(error)}") from None
+    return made
 
 
 def own_class(name: str, base: type, *, what: str, option: str, imports: bool) -> Any:
@@ -86,6 +82,16 @@ def own_class(name: str, base: type, *, what: str, option: str, imports: bool) -
     Raises:
         UsageError: no such module or class, one of another kind, an error while it is imported.
     """
+    found = _find(name, base, what, option, imports)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise UsageError(f"{what} `{name}` is no class under {base.__name__}")
+    if inspect.isabstract(found):
+        missing = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise UsageError(f"{what} `{name}` lacks {missing}")
+    return found
+
+
+def _find(name: str, base: type, what: str, option: str, imports: bool) -> Any:
     match = _NAME.fullmatch(name)
     if not match:
         raise UsageError(
@@ -93,40 +99,22 @@ def own_class(name: str, base: type, *, what: str, option: str, imports: bool) -
             hint=f"a {what} of your own is named my_package.my_module:MyClass",
         )
     module = sys.modules.get(match[1])
-    if module is None and not imports:
+    if imports:
+        module = module or _import(match[1])
+        found = _named(module, match[2])
+    elif module is None:
         raise UsageError(
             f"{what} `{name}` is from a module that is not imported, and a file does not import it",
             hint=f"{option} '{name}' imports it, as `import {match[1]}` does in Python",
         )
-    found = vars(module).get(match[2]) if module and not imports else None
-    found = found or _named(module or _import(match[1]), match[2])
-    if not isinstance(found, type) or not issubclass(found, base) or inspect.isabstract(found):
-        why = "is not there" if found is None else f"is no class under {base.__name__}"
-        if isinstance(found, type) and inspect.isabstract(found):
-            why = f"lacks {', '.join(sorted(getattr(found, '__abstractmethods__', ())))}"
-        raise UsageError(f"{what} `{name}`: `{match[2]}` {why}")
-    return found
-
-
-def _find(name: str, imports: bool) -> Any:
-    match = _NAME.fullmatch(name)
-    if not match:
-        raise UsageError(
-            f"cannot read {quote(name)} in a policy",
-            hint="a score of your own is named my_package.my_module:MyScore",
-        )
-    module = sys.modules.get(match[1])
-    if module is None and not imports:
-        raise UsageError(
-            f"policy `{name}` is from a module that is not imported, and a file does not import it",
-            hint=f"--policy '{name}(..)' imports it, as `import {match[1]}` does in Python",
-        )
-    # what a file names is only looked at: a module may import others when it is asked for a name
-    names = vars(module) if not imports and module is not None else None
-    module = module or _import(match[1])
-    found = _named(module, match[2]) if names is None else names.get(match[2])
+    else:  # only looked at: a module may import others when it is asked for a name
+        found = vars(module).get(match[2])
     if found is None:
-        known = [each for each, value in vars(module).items() if is_score(value)]
+        known = [
+            each
+            for each, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, base) and value is not base
+        ]
         raise UsageError(
             f"module `{match[1]}` has no class `{match[2]}`", hint=did_you_mean(match[2], known)
         )
@@ -146,15 +134,14 @@ def _import(name: str) -> ModuleType:
     try:
         with _current_folder():
             return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+    except (Exception, SystemExit) as error:
+        lacks = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacks is None or not f"{name}.".startswith(f"{lacks}."):
             raise UsageError(f"cannot import module `{name}`: {in_one_line(error)}") from None
         raise UsageError(
-            f"no module named `{error.name}`",
+            f"no module named `{lacks}`",
             hint="modules are found in the current folder, on PYTHONPATH and where Python installs",
         ) from None
-    except (Exception, SystemExit) as error:
-        raise UsageError(f"cannot import module `{name}`: {in_one_line(error)}") from None
 
 
 @contextmanager
@@ -166,26 +153,3 @@ def _current_folder() -> Iterator[None]:
         yield
     finally:
         sys.path.remove(folder)
-
-
-def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a plan") -> None:
-    """Refuse scores from outside the package that are not imported.
-
-    Args:
-        choices: policies as a document has them, strings or mappings.
-        where: they are, for the error.
-        what: document names them, for the error.
-
-    Raises:
-        UsageError: the first such score.
-    """
-
-    for choice in choices:
-        name = choice.get("name") if isinstance(choice, dict) else choice
-        for module, score in named_parts(name) if isinstance(name, str) else []:
-            # a module that is there may import others when it is asked for a name of its own
-            if score not in vars(sys.modules.get(module) or object):
-                raise UsageError(
-                    f"`{where}` names policy `{name}`, and what {what} names is not imported",
-                    hint=f"--policy '{name}' imports it",
-                )

@@ -31,14 +31,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, RepetitionAsked
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
-    from torch import Tensor
-
     from kvtool.maths.allocation import Allocation
     from kvtool.policies.allocate.problem import AllocationProblem
     from kvtool.policies.numbers import Count, State

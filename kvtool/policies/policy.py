@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, TypeVar
@@ -27,22 +27,14 @@ from kvtool.policies.combination import (
     check_select,
     check_split,
 )
-from kvtool.policies.declared import check_count, check_declared, class_fault, form_fault
+from kvtool.policies.declared import check_declared
 from kvtool.policies.evicted.eviction import Merging, SelectOnly
 from kvtool.policies.evidence import MomentsAsked, RepetitionAsked
-from kvtool.policies.guard import (
-    fault,
-    guarded_rescore,
-    guarded_score,
-    guarded_select,
-    part_label,
-    reserved_tokens,
-)
-from kvtool.policies.guard_parts import guarded_part
+from kvtool.policies.guard import fault, guarded
 from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evicted, Evidence, Pace, Read, Rescore, Score, Select
 from kvtool.policies.scores.full import Full
-from kvtool.policies.spelling import check_numbers, is_inside, part_name, spell_settings
+from kvtool.policies.spelling import check_numbers, part_name, spell_settings
 
 Part = Score | Rescore | Select | Pace | Allocator | Evicted | Read | Codec
 _ATTEMPTS = 10_000  # budgets that are tried until one is above what is always kept
@@ -89,15 +81,10 @@ class Policy:
     def __post_init__(self) -> None:
         if self.codec is not None:
             object.__setattr__(self, "codec", self.codec.shortest())
-        self._check_class(form_fault)
+        check_declared(self.score)
         for part in self._parts:
             check_numbers(part)
-        check_declared(self.score)
-        check_count(self.cuts, "spare")
-        check_count(self.select, "min_budget")
-        check_count(self.reader, "min_budget")
         check_evidence(self.score)
-        self._check_class(class_fault)
         check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
         if self.select is not None:
             check_select(self.select, self.score, self.head_split)
@@ -142,19 +129,11 @@ class Policy:
             "on_evict",
             "allocator",
             "head_split",
-            "coding",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
 
     def __deepcopy__(self, memo: dict) -> Policy:
         return self  # a value; a score of one's own may hold the weights of a network
-
-    def _check_class(self, fault_of: Callable[[type], str | None]) -> None:
-        """Refuse the class of a score from outside that has a fault."""
-        cls = type(self.score)
-        wrong = None if is_inside(cls) else fault_of(cls)
-        if wrong is not None:
-            raise UsageError(f"`{part_label(self.score)}` is no score: {wrong}")
 
     @property
     def _parts(self) -> list[Part]:
@@ -178,7 +157,7 @@ class Policy:
     @cached_property
     def reader(self) -> Read | None:
         """Return what chooses the tokens that a decode step reads; None: it reads all."""
-        return guarded_part(self.score.reader if self.read is None else self.read)
+        return self.score.reader if self.read is None else self.read
 
     @property
     def budget_is_traffic(self) -> bool:
@@ -259,29 +238,29 @@ class Policy:
     def ranking(self) -> Score:
         """Return the score as it is run: per KV head where another part makes heads differ."""
         by_head = self.rescore is not None or self.head_split is not None
-        return guarded_score(self.score.by_head() if by_head else self.score)
+        return guarded(self.score.by_head() if by_head else self.score)
 
     @cached_property
     def rescoring(self) -> Rescore | None:
         """Return the rescore as it is run before budgets are split over heads; None: none is."""
         own = self.rescore
-        return None if own is None or own.at_cut else guarded_rescore(own)
+        return None if own is None or own.at_cut else guarded(own)
 
     @cached_property
     def rescoring_at_cut(self) -> Rescore | None:
         """Return the rescore as it is run in each head's budget, as a prompt is cut."""
         own = self.rescore
-        return guarded_rescore(own) if own is not None and own.at_cut else None
+        return guarded(own) if own is not None and own.at_cut else None
 
     @cached_property
     def selecting(self) -> Select | None:
         """Return the selection as it is run."""
-        return None if self.select is None else guarded_select(self.select)
+        return guarded(self.select)
 
     @cached_property
     def allocator(self) -> Allocator | None:
         """Return how the budget is split over the layers; None: every layer has the same."""
-        return guarded_part(self.score.allocator if self.allocate is None else self.allocate)
+        return self.score.allocator if self.allocate is None else self.allocate
 
     @property
     def voting_window(self) -> int | None:
@@ -294,17 +273,12 @@ class Policy:
     def head_split(self) -> HeadSplit | None:
         """Return how a layer's budget is split over its KV heads; None: equally."""
         split = self.score.head_split if self.heads is None else self.heads
-        return guarded_part(split) if isinstance(split, HeadSplit) else None
+        return split if isinstance(split, HeadSplit) else None
 
     @cached_property
     def on_evict(self) -> Evicted | None:
         """Return what becomes of evicted tokens; None: they are dropped."""
-        return guarded_part(self.score.evicted if self.evicted is None else self.evicted)
-
-    @cached_property
-    def coding(self) -> Codec | None:
-        """Return the codec as it is run."""
-        return guarded_part(self.codec)
+        return self.score.evicted if self.evicted is None else self.evicted
 
     @property
     def spare(self) -> int:
@@ -389,7 +363,7 @@ class Policy:
                 f"budget {tokens} is below a run of {least} tokens of `{self.select.name}`",
                 hint=f"+{self.select.name}(length={max(tokens // 4, 1)})",
             )
-        reserved = {name: n for name, n in reserved_tokens(self.score, tokens).items() if n}
+        reserved = {name: n for name, n in self.score.reserved(tokens).items() if n}
         total = sum(reserved.values())
         if total >= tokens:
             parts = " + ".join(f"{name} {count}" for name, count in reserved.items())
@@ -405,7 +379,7 @@ class Policy:
         tokens = self.score.min_budget if reader is None else reader.min_budget
         tokens = tokens if self.select is None else max(tokens, self.select.min_budget)
         for _ in range(_ATTEMPTS):
-            reserved = sum(reserved_tokens(self.score, tokens).values())
+            reserved = sum(self.score.reserved(tokens).values())
             if reserved < tokens:
                 return tokens
             tokens = reserved + 1  # what is reserved never falls with the budget

@@ -6,12 +6,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.numbers import KVHeads, all_here
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
     from kvtool.policies.evidence import OutputProjection, QueryMoments, Repeated
     from kvtool.policies.numbers import Count

@@ -56,14 +56,14 @@ BASES: dict[str, str] = {
     "loki": "read.loki:Loki",
     "hsa": "read.hsa:HSA",
     "rocketkv": "scores.rocketkv:RocketKV",
-    "rocketkv-mt": "scores.rocketkv_mt:RocketKVMT",
+    "rocketkv-mt": "scores.rocketkv:RocketKVMT",
 }
 MODIFIERS: dict[str, str] = {
     "caote": "rescore.caote:CAOTE",
     "fastcaote": "rescore.caote:FastCAOTE",
     "critical": "rescore.critical:Critical",
-    "every": "pace.every:Every",
-    "chunk": "select.chunk:Chunk",
+    "every": "every:Every",
+    "chunk": "chunk:Chunk",
     "d2o-merge": "evicted.d2o_merge:D2OMerge",
     "cam": "evicted.cam:CaM",
     "calidrop": "evicted.calidrop:CaliDrop",

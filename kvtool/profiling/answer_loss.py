@@ -21,17 +21,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.cache import KVCache
-from kvtool.cache.replay import replay
+from kvtool.cache.entry.build import build_cache
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import KnownColumns
 from kvtool.cache.steps.call import Call, PendingStep
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.replay import replay
+from kvtool.generation.broken_numbers import check_logits
 from kvtool.generation.feeding import forward, prefill
-from kvtool.generation.finite import check_logits
 from kvtool.model_shape import layer_shapes
-from kvtool.policies.allocate.fixed import OneHead
-from kvtool.policies.fixed_heads import with_fixed_heads
+from kvtool.policies.allocate.fixed import OneHead, with_fixed_heads
 from kvtool.policies.policy import Policy
 
 

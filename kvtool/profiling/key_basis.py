@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtool.cache.traffic import NAME
-from kvtool.maths.basis import moments, principal_components
+from kvtool.cache.features.traffic import NAME
+from kvtool.maths.estimates import moments, principal_components
 from kvtool.profiling.seen import Seen
 
 MOMENTS, VARIANCE = "key_moments", "key_variance"

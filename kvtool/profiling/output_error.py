@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.build import build_cache
-from kvtool.cache.cache import KVCache
+from kvtool.cache.entry.build import build_cache
 from kvtool.cache.hooks.attachment import attachment
-from kvtool.cache.replay import replay
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.replay import replay
 from kvtool.errors import KvtoolError
 from kvtool.generation import follow, prefill
 from kvtool.profiling.seen import Seen

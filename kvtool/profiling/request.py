@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError, did_you_mean, quote
-from kvtool.policies.allocate.fixed import OneHead
-from kvtool.policies.fixed_heads import with_fixed_heads
+from kvtool.policies.allocate.fixed import OneHead, with_fixed_heads
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.spelling import read_settings, split_outside
 from kvtool.sizes import Budget, parse_count

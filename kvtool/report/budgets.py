@@ -46,7 +46,9 @@ _UNITS = {
 def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
     """Return the tasks and units of budgets for which scores against budgets can be drawn."""
     units = {
-        budget_size(variant.budget)[0] for variant in document.arms if variant.budget is not None
+        budget_size(variant.budget)[0]
+        for variant in document.variants
+        if variant.budget is not None
     }
     return [
         (task, unit)
@@ -62,7 +64,7 @@ def budget_figure(document: ResultsDocument) -> Figure:
     look = looks(document)
     figure, panels = new_panels(len(wanted))
     for panel, (task, unit) in zip(panels, wanted, strict=True):
-        results = {result.arm: result for result in results_of(document, task)}
+        results = {result.variant: result for result in results_of(document, task)}
         places, ticks = _places(document, unit)
         found = families(document)
         lines = [_line(family, results, unit) for family in found]
@@ -177,7 +179,9 @@ def _whole_lines(
 
 
 def _budgets(document: ResultsDocument, unit: str) -> list[str]:
-    found = dict.fromkeys(variant.budget for variant in document.arms if variant.budget is not None)
+    found = dict.fromkeys(
+        variant.budget for variant in document.variants if variant.budget is not None
+    )
     return [str(budget) for budget in found if budget_size(budget)[0] == unit]
 
 

@@ -129,7 +129,7 @@ def spent_by_variant(document: ResultsDocument) -> dict[str, Spent]:
     """Return the cost of every variant that was measured."""
     by_variant: dict[str, list[TaskResult]] = {}
     for result in document.results:
-        by_variant.setdefault(result.arm, []).append(result)
+        by_variant.setdefault(result.variant, []).append(result)
     found = {variant: spent_on(results) for variant, results in by_variant.items()}
     return {variant: spent for variant, spent in found.items() if spent is not None}
 

@@ -24,10 +24,9 @@ from kvtool.extras import installed
 from kvtool.package_data import data_file
 from kvtool.report import results as tables
 from kvtool.report import words
-from kvtool.report.labels import labelled, labels
 from kvtool.report.panels import FRONT, GRID, drawing, svg
 from kvtool.report.pictures import pictures
-from kvtool.report.variants import results_of, task_names
+from kvtool.report.variants import labelled, labels, results_of, task_names
 
 if TYPE_CHECKING:
     from kvtool.evaluation.run.wrong import WrongAnswer
@@ -81,7 +80,7 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
     document, wrong = (
         labelled(document),
         {
-            task: [replace(each, arm=named.get(each.arm, each.arm)) for each in answers]
+            task: [replace(each, variant=named.get(each.variant, each.variant)) for each in answers]
             for task, answers in (wrong or {}).items()
         },
     )
@@ -109,8 +108,8 @@ def page(document: ResultsDocument, wrong: WrongByTask | None = None) -> str:
 
 
 def _subtitle(document: ResultsDocument) -> str:
-    arms, tasks = len(document.arms), len(task_names(document))
-    said = f"{arms} arm{'s' * (arms != 1)}, {tasks} task{'s' * (tasks != 1)}"
+    variants, tasks = len(document.variants), len(task_names(document))
+    said = f"{variants} variant{'s' * (variants != 1)}, {tasks} task{'s' * (tasks != 1)}"
     return f"{document.model.id}: {said}, {document.finished}"
 
 
@@ -130,7 +129,7 @@ def _verdict(document: ResultsDocument) -> dict[str, object] | None:
         return None
     why, choices = document.verdict.why, words.choices_in_words(document)
     said = f"No verdict: {why}." if why else f"The cheapest {words.rule(document)}:"
-    return {"said": said, "choices": choices, "arms": words.standings_table(document)}
+    return {"said": said, "choices": choices, "variants": words.standings_table(document)}
 
 
 def _claim(document: ResultsDocument) -> dict[str, object] | None:

@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import KvtoolError
 from kvtool.extras import require
-from kvtool.report.bars import cost_figure
 from kvtool.report.budgets import budget_figure, budget_panels
+from kvtool.report.cost_pictures import cost_figure
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
-from kvtool.report.heatmap import kept_by_layer, layers_figure, needle_figure
-from kvtool.report.held import held_figure, held_tasks
-from kvtool.report.labels import labelled
-from kvtool.report.needles import needle_tasks
+from kvtool.report.needles import kept_by_layer, layers_figure, needle_figure, needle_tasks
 from kvtool.report.panels import drawing, save
+from kvtool.report.score_lines import held_figure, held_tasks
+from kvtool.report.variants import labelled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,7 +78,7 @@ def pictures(document: ResultsDocument) -> Iterator[Picture]:
 
 def _bits(document: ResultsDocument) -> str:
     """Say how codecs are marked, where there are any."""
-    stored = any(arm.codec is not None for arm in document.arms)
+    stored = any(variant.codec is not None for variant in document.variants)
     return "; a colour for each base, a marker for each codec" if stored else ""
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_CELLS = 24
 _MOST_LETTERS = 240  # of an answer
-_HEAD = Column("arm", words=True)
+_HEAD = Column("variant", words=True)
 _COST = [
     Column("held", "buffers, state"),
     Column("× smaller", "held"),
@@ -98,7 +98,7 @@ def costs(document: ResultsDocument) -> Table | None:
 
 def task(document: ResultsDocument, name: str) -> Table:
     """Return every metric of one task, its samples and its cost."""
-    results = {result.arm: result for result in results_of(document, name)}
+    results = {result.variant: result for result in results_of(document, name)}
     names = dict.fromkeys(m.name for result in results.values() for m in result.metrics)
     others = [n for n in names if any(n != result.metric for result in results.values())]
     measured = {variant: spent_on([result]) for variant, result in results.items()}
@@ -127,7 +127,7 @@ def meanings(document: ResultsDocument, name: str) -> list[tuple[str, str]]:
 def cells(document: ResultsDocument, name: str) -> Table | None:
     """Return the headline per cell, unless there are too many to read but as a picture."""
     by_variant = {
-        result.arm: {_place(cell.at): (result, cell) for cell in result.cells}
+        result.variant: {_place(cell.at): (result, cell) for cell in result.cells}
         for result in results_of(document, name)
         if not is_needle(result)
     }
@@ -149,7 +149,7 @@ def wrong(answers: Sequence[WrongAnswer]) -> Table:
         where = each.sample if each.question is None else f"{each.sample}, question {each.question}"
         wanted = " or ".join(_shortened(reference) for reference in each.references)
         said = (where, _shortened(each.answer), wanted, formats.score(each.score, each.best))
-        rows.append(Row(each.arm, list(map(Cell, said))))
+        rows.append(Row(each.variant, list(map(Cell, said))))
     named = [Column(title, words=True) for title in ("sample", "answer", "reference")]
     return Table([_HEAD, *named, Column("score")], rows)
 
@@ -167,8 +167,8 @@ def gates(document: ResultsDocument) -> Table:
         value = formats.MISSING if gate.value is None else formats.plain(gate.value)
         outcome = Cell("passed", look="better") if gate.passed else Cell("FAILED", look="failed")
         said = (gate.task, formats.gate_name(gate), value, formats.plain(gate.limit))
-        rows.append(Row(gate.arm, [*map(Cell, said), outcome]))
-    named = [Column(title, words=True, folds=True) for title in ("arm", "task", "gate")]
+        rows.append(Row(gate.variant, [*map(Cell, said), outcome]))
+    named = [Column(title, words=True, folds=True) for title in ("variant", "task", "gate")]
     return Table([*named, *map(Column, ("value", "limit", ""))], rows)
 
 
@@ -176,7 +176,7 @@ def needles(document: ResultsDocument, task: str) -> list[Table]:
     """Return a heat map for each variant: depths down, lengths across."""
     grids, found = needle_grids(document, task), []
     for result in results_of(document, task):
-        if (grid := grids.get(result.arm)) is None:
+        if (grid := grids.get(result.variant)) is None:
             continue
         best = scale(result)
         columns = [Column(str(length), folds=True) for length in grid.lengths]
@@ -185,7 +185,7 @@ def needles(document: ResultsDocument, task: str) -> list[Table]:
             for depth, row in zip(grid.depths, grid.values, strict=True)
         ]
         mean = formats.score(result.value, result.best)
-        caption = f"{wrap(result.arm, 28)}\n{result.task} {mean}"
+        caption = f"{wrap(result.variant, 28)}\n{result.task} {mean}"
         found.append(Table([Column("depth"), *columns], rows, caption, dense=True))
     return found
 
@@ -264,7 +264,9 @@ def _cell(result: TaskResult, cell: CellEntry) -> Cell:
 
 
 def _average(document: ResultsDocument, name: str, variant: VariantEntry) -> Cell:
-    found = [each for each in document.averages if (each.suite, each.arm) == (name, variant.name)]
+    found = [
+        each for each in document.averages if (each.suite, each.variant) == (name, variant.name)
+    ]
     if not found:
         return Cell(formats.MISSING)
     average = found[0]

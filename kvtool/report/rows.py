@@ -10,8 +10,8 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import MemoryTable, ProfileDocument
 from kvtool.documents.results import ResultsDocument
 from kvtool.report.costs import is_tested
+from kvtool.report.measurements import measured
 from kvtool.report.plans import stored_tokens
-from kvtool.report.profile_table import measured
 
 _Record = dict[str, Any]
 
@@ -24,16 +24,16 @@ def rows_of(document: Any) -> list[_Record]:
 
 @rows_of.register
 def _results(document: ResultsDocument) -> list[_Record]:
-    variants = {variant.name: variant for variant in document.arms}
+    variants = {variant.name: variant for variant in document.variants}
     costs = [result.cost for result in document.results if result.cost is not None]
     names = list(type(costs[0]).model_fields) if costs else []
     return [
         {
-            "arm": result.arm,
-            "policy": variants[result.arm].policy,
-            "label": variants[result.arm].label or variants[result.arm].policy,
-            "budget": variants[result.arm].budget,
-            "codec": variants[result.arm].codec,
+            "variant": result.variant,
+            "policy": variants[result.variant].policy,
+            "label": variants[result.variant].label or variants[result.variant].policy,
+            "budget": variants[result.variant].budget,
+            "codec": variants[result.variant].codec,
             "task": result.task,
             "question": result.question,
             "metric": result.metric,
@@ -44,7 +44,7 @@ def _results(document: ResultsDocument) -> list[_Record]:
             "low": result.paired.low if result.paired else None,
             "high": result.paired.high if result.paired else None,
             "failed": result.failed,
-            "tests_compression": is_tested(result, variants[result.arm]),
+            "tests_compression": is_tested(result, variants[result.variant]),
             **{name: getattr(result.cost, name, None) for name in names},
         }
         for result in document.results

@@ -1,7 +1,7 @@
 """Hold a table, whoever shows it: a terminal, the page or a notebook.
 
 `kvtool.report.terminal` lays it out with rich, `table.html` writes it on the page, and
-`kvtool.report.notebook` writes it in a notebook.
+`kvtool.report.view` writes it in a notebook.
 """
 
 from __future__ import annotations

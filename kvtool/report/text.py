@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 _LAYOUTS = {
     "plan": "kvtool.report.plans:plan_table",
-    "profile": "kvtool.report.profile_table:profile_table",
-    "results": "kvtool.report.results_layout:results_tables",
+    "profile": "kvtool.report.measurements:profile_table",
+    "results": "kvtool.report.results_text:results_tables",
     "generation": "kvtool.report.text:answer",
 }
 

@@ -1,11 +1,13 @@
-"""Variants and tasks in the order in which people read them: by policy, budgets ascending."""
+"""Variants and tasks in the order in which people read them, under the labels of their policies."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.sizes import Budget
 
@@ -53,9 +55,9 @@ def families(document: ResultsDocument) -> list[Family]:
 
     Variants that differ only in the prefill form families of their own, whose labels say so.
     """
-    several = len({variant.prefill for variant in document.arms if variant.policy != FULL}) > 1
+    several = len({variant.prefill for variant in document.variants if variant.policy != FULL}) > 1
     groups: dict[str, list[VariantEntry]] = {}
-    for variant in sorted(document.arms, key=lambda variant: variant.policy != FULL):
+    for variant in sorted(document.variants, key=lambda variant: variant.policy != FULL):
         named = several and variant.policy != FULL
         label = f"{variant.policy}, prefill {variant.prefill}" if named else variant.policy
         groups.setdefault(label, []).append(variant)
@@ -72,7 +74,7 @@ def variants_in_order(document: ResultsDocument) -> list[VariantEntry]:
 
 def full_variant(document: ResultsDocument) -> VariantEntry | None:
     """Return the variant that others are compared with."""
-    return next((variant for variant in document.arms if variant.policy == FULL), None)
+    return next((variant for variant in document.variants if variant.policy == FULL), None)
 
 
 def fed_like_full(document: ResultsDocument, result: TaskResult) -> bool:
@@ -133,3 +135,47 @@ def budget_size(budget: int | str) -> tuple[str, Fraction]:
 def budget_order(budget: int | str | None) -> tuple[str, Fraction]:
     """Return what budgets are sorted by; a variant without a budget comes first."""
     return ("", Fraction(0)) if budget is None else budget_size(budget)
+
+
+_NAMES = ("name", "variant", "against", "policy", "than")  # keys of a document that name a variant
+
+
+def labels(document: ResultsDocument) -> dict[str, str]:
+    """Return variants and policies that have labels; two of one label keep their full names."""
+    shown = {each.name: each.shown for each in document.variants}
+    often = Counter(shown.values())
+    found: dict[str, str] = {}
+    for each in document.variants:
+        if each.label is not None and often[each.shown] == 1:
+            found |= {each.name: each.shown, each.policy: each.label}
+    return found
+
+
+def labelled(document: ResultsDocument) -> ResultsDocument:
+    """Return the document with labels in place of policies of other modules."""
+    named = labels(document)
+    if not named:
+        return document
+    parts: dict[str, Any] = {
+        name: _renamed(getattr(document, name), named)
+        for name in ("variants", "results", "averages", "gates", "differences", "verdict")
+    }
+    if document.claim is not None:
+        parts["claim_verdict"] = _renamed(document.claim_verdict, named)
+    return document.model_copy(update=parts)
+
+
+def _renamed(part: Any, named: Mapping[str, str]) -> Any:
+    """Return a section, or a list of them, under the labels."""
+    if isinstance(part, list):
+        return [_renamed(each, named) for each in part]
+    if isinstance(part, str):
+        return named.get(part, part)
+    fields = getattr(type(part), "model_fields", None)
+    if fields is None:
+        return part
+    names = [name for name in _NAMES if name in fields]
+    nested = [name for name in ("variants", "choices", "rows", "undecided") if name in fields]
+    return part.model_copy(
+        update={name: _renamed(getattr(part, name), named) for name in (*names, *nested)}
+    )

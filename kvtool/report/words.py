@@ -17,7 +17,7 @@ from kvtool.report import formats
 from kvtool.report.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
 from kvtool.report.table import Cell, Column, Look, Note, Row, Table
-from kvtool.report.variants import full_variant, results_of, task_names, variants_in_order
+from kvtool.report.variants import full_variant, labelled, results_of, task_names, variants_in_order
 
 _MOST = 5  # undecided variants that are named
 _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "time per token"}
@@ -25,6 +25,7 @@ _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "ti
 
 def verdict_lines(document: ResultsDocument) -> list[str]:
     """Return the verdict line by line; empty where there is none to speak of."""
+    document = labelled(document)
     verdict = document.verdict
     if verdict is None:
         return []
@@ -51,8 +52,12 @@ def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
     verdict, found = document.verdict, []
     for choice in [] if verdict is None else verdict.choices:
         assert verdict is not None, "there are choices"
-        parts = [_arm(verdict, choice), _price(choice), _sureness(verdict.of(choice.arm or ""))]
-        if choice.arm is not None and choice.undecided:
+        parts = [
+            _variant(verdict, choice),
+            _price(choice),
+            _sureness(verdict.of(choice.variant or "")),
+        ]
+        if choice.variant is not None and choice.undecided:
             parts.append(f"cheaper, undecided at this n: {_names(choice.undecided)}")
         found.append((_TITLES[choice.by], "; ".join(part for part in parts if part)))
     return found
@@ -72,24 +77,31 @@ def standings_table(document: ResultsDocument) -> Table | None:
         interval = formats.MISSING if found.low is None else _interval(found)
         cells = [Cell(found.standing), Cell(found.task), against, Cell(interval)]
         rows.append(Row(variant.name, [*cells, Cell(str(found.n))]))
-    titles = ("arm", f"within {verdict.within:g} %", "task", "against full", "95 % interval", "n")
+    titles = (
+        "variant",
+        f"within {verdict.within:g} %",
+        "task",
+        "against full",
+        "95 % interval",
+        "n",
+    )
     return Table(list(map(Column, titles)), rows)
 
 
-def _arm(verdict: Verdict, choice: Choice) -> str:
+def _variant(verdict: Verdict, choice: Choice) -> str:
     """Name the choice, or say why there is none."""
-    if choice.arm is not None:
-        return choice.arm
+    if choice.variant is not None:
+        return choice.variant
     if choice.undecided:
         return f"undecided at this n: {_names(choice.undecided)}"
-    if any(each.standing == "within" for each in verdict.arms):
-        return f"none (no arm within {verdict.within:g} % is cheaper than the full cache)"
+    if any(each.standing == "within" for each in verdict.variants):
+        return f"none (no variant within {verdict.within:g} % is cheaper than the full cache)"
     return "none"
 
 
-def _names(arms: list[str]) -> str:
-    more = f" and {len(arms) - _MOST} more" if len(arms) > _MOST else ""
-    return f"{', '.join(arms[:_MOST])}{more}"
+def _names(variants: list[str]) -> str:
+    more = f" and {len(variants) - _MOST} more" if len(variants) > _MOST else ""
+    return f"{', '.join(variants[:_MOST])}{more}"
 
 
 def _price(choice: Choice) -> str:
@@ -135,7 +147,7 @@ def _interval(standing: Standing) -> str:
 
 
 _CLAIM_COLUMNS = [
-    *(Column(title, words=True) for title in ("arm", "than", "task", "budgets")),
+    *(Column(title, words=True) for title in ("variant", "than", "task", "budgets")),
     *(Column(title) for title in ("of", "difference", "95 % interval", "n")),
     Column("says", words=True),
 ]
@@ -167,7 +179,7 @@ def claim_lines(document: ResultsDocument) -> list[str]:
     found = document.claim_verdict
     lines = [f"claim: {document.claim.says}: {claim_in_words(found)}"]
     return lines + [
-        f"  {row.task}: {row.arm} - {row.than} {row_in_words(row)}" for row in found.rows
+        f"  {row.task}: {row.variant} - {row.than} {row_in_words(row)}" for row in found.rows
     ]
 
 
@@ -210,12 +222,12 @@ def _compared_row(row: ClaimRow) -> Row:
     words = (row.than, row.task, at_budgets(row))
     numbers = (than_value(row), difference, interval, str(row.n))
     look = _CLAIM_LOOKS.get(row.verdict, "")
-    return Row(row.arm, [*map(Cell, (*words, *numbers)), Cell(says(row), look=look)])
+    return Row(row.variant, [*map(Cell, (*words, *numbers)), Cell(says(row), look=look)])
 
 
 _AGAINST = {"base": "its base", "best": "the best of this budget", "asked": "as asked"}
 _DIFFERENCE_COLUMNS = [
-    *(Column(title, words=True) for title in ("arm", "task", "against", "which is")),
+    *(Column(title, words=True) for title in ("variant", "task", "against", "which is")),
     *(Column(title) for title in ("difference", "95 % interval", "n")),
     Column("says", words=True),
 ]
@@ -241,7 +253,7 @@ def asked_title(document: ResultsDocument) -> str:
 
 def _in_words(document: ResultsDocument, found: Sequence[Difference]) -> list[tuple[str, str, str]]:
     return [
-        (each.task, f"{each.arm} - {each.against}", said(each, _best(document, each)))
+        (each.task, f"{each.variant} - {each.against}", said(each, _best(document, each)))
         for each in found
     ]
 
@@ -298,11 +310,11 @@ def _difference_row(found: Difference, best: float | None) -> Row:
     numbers = (formats.signed(found.difference, best), interval, str(found.n))
     look = _DIFFERENCE_LOOKS.get(found.standing, "")
     says = Cell(standing_in_words(found), look=look)
-    return Row(found.arm, [*map(Cell, (*words, *numbers)), says])
+    return Row(found.variant, [*map(Cell, (*words, *numbers)), says])
 
 
 def _best(document: ResultsDocument, found: Difference) -> float | None:
-    result = document.of(found.arm, found.task)
+    result = document.of(found.variant, found.task)
     return None if result is None else result.best
 
 
@@ -353,9 +365,11 @@ def _on_host(spent: dict[str, Spent]) -> list[str]:
 
 def _untested(document: ResultsDocument) -> list[str]:
     """Explain the mark of scores whose samples lost nothing, where there are any."""
-    variants = {each.name: each for each in document.arms}
+    variants = {each.name: each for each in document.variants}
     if all(
-        is_tested(each, variants[each.arm]) for each in document.results if each.arm in variants
+        is_tested(each, variants[each.variant])
+        for each in document.results
+        if each.variant in variants
     ):
         return []
     return [
@@ -419,6 +433,6 @@ def _chunks(document: ResultsDocument) -> list[str]:
         if len(chunks - {None}) > 1:
             lines.append(
                 f"{task}: policies that cut a prompt were fed blocks, the others one token at a"
-                " time; their differences are left blank: compare arms of the same `chunk` only"
+                " time; their differences are left blank: compare variants of the same `chunk` only"
             )
     return lines

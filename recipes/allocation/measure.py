@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvtool.cache.build import read_plan
+from kvtool.cache.entry.build import read_plan
 from kvtool.documents.settings import Protocol
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts

@@ -84,8 +84,8 @@ def _counts(results: dict) -> dict[str, tuple[int, int, int]]:
     found: dict[str, tuple[int, int, int]] = {}
     for cells in (each for tasks in results.values() for each in tasks.values()):
         count = min(map(len, cells.values()))
-        for arm, own in cells.items():
-            allocator, _, budget = arm.partition("@")
+        for variant, own in cells.items():
+            allocator, _, budget = variant.partition("@")
             if budget and allocator != "uniform":
                 apart = _apart(own[:count], cells[f"uniform@{budget}"][:count])
                 sure = apart.low is not None and apart.high is not None
@@ -134,8 +134,8 @@ def _section(title: str, results: dict, environment: dict) -> str:
     for question, tasks in results.items():
         for task, cells in tasks.items():
             count = min(map(len, cells.values()))
-            for arm, found in cells.items():
-                allocator, _, budget = arm.partition("@")
+            for variant, found in cells.items():
+                allocator, _, budget = variant.partition("@")
                 if not budget:
                     continue
                 column = f"{task}, {question}, {budget} (n={count})"

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 import kvtool
-from kvtool.cache.cache import KVCache
 from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.feeding import wait
 from kvtool.models.load import load

@@ -198,7 +198,7 @@ def compared(
     run: ResultsDocument, folder: Path, answers: list[list[list[int]]], tokenizer: Any
 ) -> Iterator[Line]:
     """Score the other side's answers as the task scores ours."""
-    folders = {variant.policy: variant.folder for variant in run.arms}
+    folders = {variant.policy: variant.folder for variant in run.variants}
     for (policy, of), given in zip([*CASES.items(), ("full", None)], answers, strict=True):
         place = folders[str(kvtool.parse_policy(policy))]
         records = {each["id"]: each for each in Store(folder).records(place, "niah").values()}

@@ -65,7 +65,7 @@ def filled_dynamic(model, slots) -> DynamicCache:
     return cache
 
 
-def filled(model, policy: str, budget: int, slots) -> kvtool.cache.cache.KVCache:
+def filled(model, policy: str, budget: int, slots) -> kvtool.cache.whole.cache.KVCache:
     """A cache as after a prompt, holding as much of it as the policy would.
 
     Args:

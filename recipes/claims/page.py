@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtool.documents.claim import Claim, ClaimRow, ClaimVerdict
-from kvtool.documents.recipe_source import read_recipe
+from kvtool.documents.resolve import read_recipe
 from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
 from kvtool.errors import KvtoolError
@@ -133,7 +133,7 @@ COLUMNS = (
     *("measured by others", "command"),
 )
 OF_PAIRS = (
-    *("arm", "than", "task", "budgets", "of", "difference", "95 % interval", "each budget"),
+    *("variant", "than", "task", "budgets", "of", "difference", "95 % interval", "each budget"),
     *("n", "says"),
 )
 
@@ -232,17 +232,19 @@ def _judge(claim: Claim, runs: Sequence[ResultsDocument]) -> Judged:
     each: dict[tuple[str, ...], ClaimRow] = {}
     scores = []
     for run in runs:
-        known = {(row.arm, row.than, row.task) for row in rows}
+        known = {(row.variant, row.than, row.task) for row in rows}
         found = judge_claim(claim, run)
         new = [
             row
             for row in ([] if found is None else found.rows)
-            if (row.arm, row.than, row.task) not in known
+            if (row.variant, row.than, row.task) not in known
         ]
         if new:
             rows += new
             each = _each_budget(claim, run) | each
-            full = [each for each in run.results if each.arm == "full" and each.best is not None]
+            full = [
+                each for each in run.results if each.variant == "full" and each.best is not None
+            ]
             scores += [each.value / each.best for each in full if each.value is not None]
     return Judged(joined(rows), each, min(scores, default=None))
 
@@ -282,8 +284,8 @@ def _longer(folder: Path) -> str:
         found = doubled.verdict
         if found is None:
             continue
-        compared = {(row.arm, row.than) for row in found.rows}
-        pairs = [pair for pair in claim.pairs if (pair.arm, pair.than) in compared]
+        compared = {(row.variant, row.than) for row in found.rows}
+        pairs = [pair for pair in claim.pairs if (pair.variant, pair.than) in compared]
         before = _judge(claim.model_copy(update={"pairs": pairs}), short)
         full |= {"long": doubled.full, "short": before.full}
         said = [_told(None, before), claim_in_words(found)]
@@ -368,7 +370,9 @@ def _where(run: ResultsDocument) -> str:
 
 def _each_budget(claim: Claim, run: ResultsDocument) -> dict[tuple[str, ...], ClaimRow]:
     """Compare the pairs at one budget each: by the two policies, the task and the budget."""
-    budgets = dict.fromkeys(arm.budget for arm in run.arms if arm.budget is not None)
+    budgets = dict.fromkeys(
+        variant.budget for variant in run.variants if variant.budget is not None
+    )
     pairs = [
         pair.model_copy(update={"budgets": [budget]})
         for pair in claim.pairs
@@ -377,7 +381,7 @@ def _each_budget(claim: Claim, run: ResultsDocument) -> dict[tuple[str, ...], Cl
     ]
     found = judge_claim(claim.model_copy(update={"pairs": pairs}), run)
     rows = [] if found is None else found.rows
-    return {(row.arm, row.than, row.task, *row.budgets): row for row in rows}
+    return {(row.variant, row.than, row.task, *row.budgets): row for row in rows}
 
 
 def _difference(row: ClaimRow) -> str:
@@ -389,14 +393,14 @@ def _pairs(judged: Judged) -> list[list[str]]:
     def at(row: ClaimRow) -> str:
         if row.than_at or len(row.budgets) < 2:
             return formats.MISSING
-        alone = [judged.each[row.arm, row.than, row.task, budget] for budget in row.budgets]
+        alone = [judged.each[row.variant, row.than, row.task, budget] for budget in row.budgets]
         return " / ".join(map(_difference, alone))
 
     assert judged.verdict is not None
 
     return [
         [
-            f"`{row.arm}`",
+            f"`{row.variant}`",
             f"`{row.than}`",
             row.task,
             at_budgets(row),
@@ -413,13 +417,15 @@ def _pairs(judged: Judged) -> list[list[str]]:
 
 def _scores(run: ResultsDocument) -> str:
     """Return the scores: a row for each policy and task, a column for each budget."""
-    arms = {arm.name: arm for arm in run.arms}
-    budgets = list(dict.fromkeys(arm.budget for arm in run.arms if arm.budget is not None))
+    variants = {variant.name: variant for variant in run.variants}
+    budgets = list(
+        dict.fromkeys(variant.budget for variant in run.variants if variant.budget is not None)
+    )
     rows: dict[tuple[str, str], dict[int | str | None, str]] = {}
     for result in run.results:
-        arm = arms[result.arm]
+        variant = variants[result.variant]
         score = formats.score(result.value, result.best)
-        rows.setdefault((result.task, arm.policy), {})[arm.budget] = score
+        rows.setdefault((result.task, variant.policy), {})[variant.budget] = score
     return _table(
         ("task", "policy", *(f"at {budget}" for budget in budgets), "without a budget"),
         [

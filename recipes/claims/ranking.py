@@ -158,12 +158,16 @@ def scores(runs: Sequence[ResultsDocument], budget: int | str) -> dict[str, floa
     """Return the mean over tasks of each policy's share of the full cache's score, in percent."""
     found: dict[str, list[float]] = {}
     for run in runs:
-        full = {each.task: each.value for each in run.results if each.arm == "full"}
-        policies = {arm.name: arm.policy for arm in run.arms if str(arm.budget) == str(budget)}
+        full = {each.task: each.value for each in run.results if each.variant == "full"}
+        policies = {
+            variant.name: variant.policy
+            for variant in run.variants
+            if str(variant.budget) == str(budget)
+        }
         for result in run.results:
             whole = full.get(result.task)
-            if result.arm in policies and result.best and whole and result.value is not None:
-                found.setdefault(policies[result.arm], []).append(100 * result.value / whole)
+            if result.variant in policies and result.best and whole and result.value is not None:
+                found.setdefault(policies[result.variant], []).append(100 * result.value / whole)
     return {policy: statistics.fmean(shares) for policy, shares in found.items()}
 
 

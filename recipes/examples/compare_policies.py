@@ -44,7 +44,7 @@ def compare(text: str | None, model: str | None, folder: str) -> None:
     print("policy@budget    agreement  of full")
     for result in results.results:
         held = result.cost.kv_bytes / result.cost.full_bytes
-        print(f"{result.arm:16} {result.value:9.2f} {held:7.0%}")
+        print(f"{result.variant:16} {result.value:9.2f} {held:7.0%}")
 
 
 def main() -> None:

@@ -92,12 +92,12 @@ def read_results() -> dict[str, dict]:
 
 def read_points(results: dict) -> dict[str, list[Point]]:
     """Return the points of each line, ascending by bytes."""
-    policies = {arm["name"]: arm["policy"] for arm in results["arms"]}
+    policies = {variant["name"]: variant["policy"] for variant in results["variants"]}
     lines = {policy: line for line, joined in SERIES.items() for policy in joined}
     points: dict[str, list[Point]] = {line: [] for line in SERIES}
     full = _full(results)
     for result in results["results"]:
-        if (line := lines.get(policies[result["arm"]])) is not None:
+        if (line := lines.get(policies[result["variant"]])) is not None:
             held = held_bytes(result) / held_bytes(full)
             pair = result["paired"]
             ends = [min(1.0, max(0.0, pair["full"] + pair[end])) for end in ("low", "high")]
@@ -144,7 +144,7 @@ def draw(panels: dict[str, dict], theme: Theme) -> str:
 
 
 def _full(results: dict) -> dict:
-    return next(result for result in results["results"] if result["arm"] == "full")
+    return next(result for result in results["results"] if result["variant"] == "full")
 
 
 def _x(left: float, share: float) -> float:

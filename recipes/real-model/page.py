@@ -72,7 +72,9 @@ def page(folder: Path) -> str:
     found = [result for run in runs.values() for result in run.results]
     worst = max(result.stderr or 0.0 for result in found)
     head = HEAD.format(n=min(result.n for result in found), stderr=f"{worst:.2f}")
-    policies = list(dict.fromkeys(arm.policy for run in runs.values() for arm in run.arms))
+    policies = list(
+        dict.fromkeys(variant.policy for run in runs.values() for variant in run.variants)
+    )
     by_policy = {
         policy: {name: _of(run, policy) for name, run in runs.items()} for policy in policies
     }
@@ -98,10 +100,10 @@ def _more(folder: Path) -> Iterator[str]:
 def cities(run: ResultsDocument) -> str:
     """Return the section on facts of one word."""
     rows = []
-    for arm in run.arms:
-        found, nll = run.of(arm.name, "niah/city"), run.of(arm.name, "niah/city (nll)")
-        cells = (_against_full(run, arm.name, each.task) for each in (found, nll))
-        rows.append((-(found.value or 0), nll.value, f"`{arm.policy}`", *cells))
+    for variant in run.variants:
+        found, nll = run.of(variant.name, "niah/city"), run.of(variant.name, "niah/city (nll)")
+        cells = (_against_full(run, variant.name, each.task) for each in (found, nll))
+        rows.append((-(found.value or 0), nll.value, f"`{variant.policy}`", *cells))
     n = min(result.n for result in run.results)
     return CITIES.format(n=n) + _table(
         ("policy", "found", "nll"), [row[2:] for row in sorted(rows)]
@@ -111,11 +113,11 @@ def cities(run: ResultsDocument) -> str:
 def novels(run: ResultsDocument) -> str:
     """Return the section on perplexity."""
     names = {
-        (arm.policy, budget): arm.name
-        for arm in run.arms
-        for budget in ([arm.budget] if arm.budget else NOVEL_BUDGETS)
+        (variant.policy, budget): variant.name
+        for variant in run.variants
+        for budget in ([variant.budget] if variant.budget else NOVEL_BUDGETS)
     }
-    policies = list(dict.fromkeys(arm.policy for arm in run.arms))
+    policies = list(dict.fromkeys(variant.policy for variant in run.variants))
     policies.sort(key=lambda policy: run.of(names[policy, NOVEL_BUDGETS[0]], "ppl").value or 0)
     rows = [
         (
@@ -131,10 +133,10 @@ def novels(run: ResultsDocument) -> str:
     return head + _table(("policy", *map(str, NOVEL_BUDGETS)), rows)
 
 
-def _against_full(run: ResultsDocument, arm: str, task: str) -> str:
+def _against_full(run: ResultsDocument, variant: str, task: str) -> str:
     """Return a score, and the interval of what is more than with the full cache."""
-    result = run.of(arm, task)
-    if arm == FULL:
+    result = run.of(variant, task)
+    if variant == FULL:
         return f"{result.value:.2f}"
     found = between(result, run.of(FULL, task))
     if found is None or found.low is None or found.high is None:
@@ -154,8 +156,8 @@ def anchor(policy: str) -> str:
 
 def _of(run: ResultsDocument, policy: str) -> dict[int, TaskResult]:
     """Return a policy's results by budget; one that takes no budget has the same at each."""
-    arms = [arm for arm in run.arms if arm.policy == policy]
-    results = {arm.budget: run.of(arm.name, "niah") for arm in arms}
+    variants = [variant for variant in run.variants if variant.policy == policy]
+    results = {variant.budget: run.of(variant.name, "niah") for variant in variants}
     everywhere = results.get(None)
     by_budget = {budget: results.get(budget, everywhere) for budget in BUDGETS}
     return {budget: result for budget, result in by_budget.items() if result is not None}

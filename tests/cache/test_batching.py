@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.batching import append_entries, take_entry
+from kvtool.cache.whole.batching import append_entries, take_entry
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.policies.table import describe

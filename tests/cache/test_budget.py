@@ -112,7 +112,9 @@ def test_layers_decide_together_what_they_decide_alone(policy, monkeypatch):
     found = []
     for together in (True, False):
         if not together:
-            monkeypatch.setattr("kvtool.cache.steps.groups.LayerGroups.form", lambda *_, **__: None)
+            monkeypatch.setattr(
+                "kvtool.cache.steps.grouped.LayerGroups.form", lambda *_, **__: None
+            )
         cache = kvtool.build_cache(model, policy, 20)
         steps = [prefill(model, cache, random_ids(40, batch=2))]
         for i, tokens in enumerate(random_ids(19, seed=1, batch=2).T):

@@ -228,7 +228,7 @@ def worked(**settings):
     values = torch.tensor([[[[1.0, 0], [0, 1], [2, 2], [4, 0]]]])
     layer = Calibration(CaliDrop(**settings))
     query = torch.tensor([[[[9.0, 9.0], [1.0, 1.0]]]])
-    layer.set_scale(2**-0.5, None)
+    layer._scale = 2**-0.5
     layer.hold_last(query, 2, torch.tensor([[2, 3]]))
     stay, gone = torch.tensor([[[0, 2]]]), torch.tensor([[[1, 3]]])
     layer.offload(
@@ -266,7 +266,7 @@ def test_a_query_that_turns_six_degrees_a_step_recomputes_every_eighth():
         angle = math.pi / 4 + step * turn
         query = torch.tensor([[[[math.cos(angle), math.sin(angle)]]]])
         ticket = layer.begin_decode(query, 1, None, ALL_HERE)
-        layer.end_decode(ticket, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 1))
+        layer.end_decode(ticket, query, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 1), 0)
     assert layer.recompute_frequency == 1 / 8
     assert (layer.memory["calibrated"] / layer.memory["steps"]).item() == 0.75
 

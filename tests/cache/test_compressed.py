@@ -15,7 +15,7 @@ from transformers import (
 )
 
 import kvtool
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
 from kvtool.models.load import load
 from tests.models_for_tests import peaky_model, random_ids

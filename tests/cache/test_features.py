@@ -9,8 +9,14 @@ from pathlib import Path
 import kvtool
 from kvtool.cache.features.table import FEATURES, OF_CACHES
 from kvtool.cache.features.trace import Trace
-from kvtool.cache.slots.cut_schedule import CutSchedule
-from kvtool.cache.slots.part import HOOKS, REFUSALS
+from kvtool.cache.slots.part import (
+    HOOKS,
+    REFUSALS,
+    AttendsTokens,
+    CutsByHead,
+    CutSchedule,
+    CutsLater,
+)
 
 CACHE = Path(kvtool.__file__).parent / "cache"
 FILES = [file for room in ("steps", "hooks") for file in sorted((CACHE / room).glob("*.py"))]
@@ -58,6 +64,12 @@ def test_every_hook_is_defined_and_run():
     defined = {hook for feature in [*FEATURES, Trace] for hook in feature.hooks}
     run = {hook for hook in HOOKS for text in TEXTS.values() if f'parts.at["{hook}"]' in text}
     assert set(HOOKS) - defined == set(HOOKS) - run == set()
+    assert len(HOOKS) <= 18  # what one feature alone does is done in the layer's place
+
+
+def test_something_is_done_in_place_of_a_layer_by_one_feature():
+    for role in (AttendsTokens, CutsByHead, CutsLater):
+        assert len([feature for feature in FEATURES if issubclass(feature, role)]) == 1
 
 
 def test_features_refuse_what_somebody_asks_for():

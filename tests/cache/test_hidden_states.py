@@ -10,10 +10,10 @@ import torch
 
 import kvtool
 from kvtool import KvtoolError, PolicyError
-from kvtool.cache.replay import replay
+from kvtool.cache.whole.replay import replay
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
-from kvtool.generation.shared import can_share
+from kvtool.generation.shared_prefill import can_share
 from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy, compose
 from kvtool.policies.table import modifier_class

@@ -5,7 +5,7 @@ import torch
 
 import kvtool
 from kvtool.cache.features.trace import Trace, _put, rank_bytes
-from kvtool.cache.kept import kept_tokens
+from kvtool.cache.whole.report import kept_tokens
 from kvtool.models.load import load
 from kvtool.models.reference.tasks import needle_prompt
 from kvtool.policies.read.exact_topk import ExactTopK

@@ -61,7 +61,7 @@ def test_forwards_of_any_size_and_in_place_changes_of_what_was_fed(model):
 
 @torch.no_grad()
 def test_many_tokens_are_held_together(model, monkeypatch):
-    monkeypatch.setattr("kvtool.cache.cache._PARTS", 16)
+    monkeypatch.setattr("kvtool.cache.whole.cache._PARTS", 16)
     cache, ids = kvtool.build_cache(model, "recency", 8), random_ids(40, seed=4)
     for token in ids.unbind(1):
         model(token[:, None], past_key_values=cache)

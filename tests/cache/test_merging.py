@@ -141,7 +141,7 @@ def test_layers_that_decide_together_do_what_each_does_alone(policy, mode, monke
     ids, tokens = random_ids(50), random_ids(6, seed=1).T
     grouped, together = fed(model, policy, 20, ids, mode=mode, tokens=tokens)
     assert grouped.groups.formed
-    monkeypatch.setattr("kvtool.cache.steps.groups.LayerGroups.form", lambda *_, **__: None)
+    monkeypatch.setattr("kvtool.cache.steps.grouped.LayerGroups.form", lambda *_, **__: None)
     single, alone = fed(model, policy, 20, ids, mode=mode, tokens=tokens)
     assert not single.groups.formed
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)

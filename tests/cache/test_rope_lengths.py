@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 
 import kvtool
-from kvtool.cache.batching import append_entries, keep_entries
-from kvtool.cache.files.tensor_file import digest_of, write_tensors
 from kvtool.cache.hooks.rope import length_rope
-from kvtool.cache.rope_lengths import LengthRope, RopeLengths
+from kvtool.cache.tensor_files.tensor_file import digest_of, write_tensors
+from kvtool.cache.whole.batching import append_entries, keep_entries
+from kvtool.cache.whole.settings import LengthRope, RopeLengths
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import compress, decode_step, follow, prefill, token_logprobs
 from kvtool.generation.compiled import CompiledDecoding

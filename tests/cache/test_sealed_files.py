@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import kvtool
 from kvtool.cache.files.format import read_metadata
-from kvtool.cache.files.tensor_file import digest_of
+from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.generation import compress
 from tests.models_for_tests import peaky_model, random_ids
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache.layers import check_shared
+from kvtool.cache.whole.layers import check_shared
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.attention import attention_weights
 from kvtool.policies.grammar import parse_policy

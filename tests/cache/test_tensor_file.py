@@ -10,8 +10,8 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 
 import kvtool
-from kvtool.cache.files import tensor_file
-from kvtool.cache.files.tensor_file import (
+from kvtool.cache.tensor_files import tensor_file
+from kvtool.cache.tensor_files.tensor_file import (
     _DTYPES,
     DamagedFile,
     TensorFile,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.cache import cache as caches
 from kvtool.cache.hooks import attention
+from kvtool.cache.whole import cache as caches
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.generation.compiled import CompiledDecoding
 from tests.models_for_tests import family_model, peaky_model, random_ids

@@ -57,6 +57,11 @@ def randomly(self, state, view, rows):
     return torch.rand(view.positions.shape)
 
 
+def writes_values(self, state, view, rows):
+    view.values[0].zero_()
+    return state["attention_sum"]
+
+
 def by_longest_entry(self, state, view, rows):
     return (view.positions.float() - view.positions.max() / 2).abs()
 
@@ -81,6 +86,11 @@ def by_longest_entry(self, state, view, rows):
             "a budget at its limit is refused or works",
             broken("protected", lambda self, state, view, evicted: view.recent(9)),
             "marks 9 tokens of a head, 4 more than its budget",
+        ),
+        (
+            "it runs and stays finite",
+            broken("importance", writes_values),
+            "importance writes into what it is shown to read only",
         ),
     ],
 )

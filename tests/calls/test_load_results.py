@@ -34,7 +34,7 @@ def test_pairs_that_were_asked_for_come_first_and_are_corrected(run):
     _, results = run
     asked = [each for each in results.differences if each.asked]
     assert results.differences[: len(asked)] == asked
-    assert [(each.arm, each.against) for each in asked] == [
+    assert [(each.variant, each.against) for each in asked] == [
         ("h2o@32", "streaming@32"),
         ("h2o@4096", "streaming@4096"),
     ]
@@ -45,7 +45,7 @@ def test_pairs_that_were_asked_for_come_first_and_are_corrected(run):
 def test_tokens_written_and_evictions_are_counted(run):
     """A budget of 32 evicts in every sample of 96 tokens, one of 4096 in none."""
     _, results = run
-    shares = {each.arm: each.cost.evicted_share for each in results.results}
+    shares = {each.variant: each.cost.evicted_share for each in results.results}
     assert shares == {
         "full": 0.0,
         "streaming@32": 1.0,

@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 import kvtool
-from kvtool.cache.rope_lengths import RopeLengths
+from kvtool.cache.whole.settings import RopeLengths
 from kvtool.calls.prompts import generate_many
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError

@@ -64,7 +64,7 @@ def test_data_frames_hold_a_row_for_each_layer_result_and_answer(documents):
     results = documents.results.to_pandas()
     assert isinstance(results, pandas.DataFrame)
     for row in results.to_dict("records"):
-        measured = documents.results.of(row["arm"], row["task"])
+        measured = documents.results.of(row["variant"], row["task"])
         assert (row["value"], row["n"]) == (measured.value, measured.n)
         assert row["kv_bytes"] == measured.cost.kv_bytes
     assert list(results["budget"].dropna()) == [24]

@@ -12,7 +12,7 @@ from kvtool.evaluation.run.store import Store
 
 RUN = ("eval", "-q", "-t", "niah", "--lengths", "192", "--depths", "2", "--no-plots", "-f", "json")
 HALF = ".recipe.lock.yaml.x3k9_abc.part"
-ARM = ("-p", "streaming", "-b", "32", "-o", "run")
+HELD = ("-p", "streaming", "-b", "32", "-o", "run")
 
 
 def names(folder="."):
@@ -27,7 +27,7 @@ def test_a_run_killed_in_its_first_write_is_begun_anew(kvtool, left, flags):
     for path in (Path("run", name) for name in (".lock", *left)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kind: rec")
-    done = kvtool(*RUN, *ARM, *flags)
+    done = kvtool(*RUN, *HELD, *flags)
     assert (done.code, done.err) == (0, "")
     assert ResultsDocument(**json.loads(done.out)).complete
     assert not [name for name in names("run") if name.endswith(".part")]
@@ -37,7 +37,7 @@ def test_a_folder_with_another_file_is_no_fresh_run(kvtool):
     Path("run").mkdir()
     for name in (".lock", HALF, ".thesis.txt.x3k9_abc.part"):
         Path("run", name).write_text("")
-    done = kvtool(*RUN, *ARM)
+    done = kvtool(*RUN, *HELD)
     assert done.code == 2
     assert "error: folder `run` holds other files, no run" in done.err
     assert len(names("run")) == 3
@@ -68,7 +68,7 @@ def test_a_folder_deleted_while_running_is_an_error(kvtool, anew):
             Path("run", ".lock").write_text("")
 
     with after_the_first(delete):
-        done = kvtool(*RUN, *ARM)
+        done = kvtool(*RUN, *HELD)
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: folder `run` was deleted while the run was writing to it\n"
     assert not Path("run", "samples").exists()
@@ -77,13 +77,13 @@ def test_a_folder_deleted_while_running_is_an_error(kvtool, anew):
 @pytest.mark.exhaustive
 def test_a_run_whose_samples_went_is_not_a_success(kvtool):
     with after_the_first(lambda: shutil.rmtree("run/samples")):
-        done = kvtool(*RUN, *ARM)
+        done = kvtool(*RUN, *HELD)
     assert done.code == 1
     assert not json.loads(done.out)["complete"]
     assert "error: the run is not complete: samples are missing in its folder" in done.err
     again = kvtool("eval", "-q", "--no-plots", "--rescore", "run")
     assert again.code == 1
-    whole = kvtool(*RUN, *ARM)
+    whole = kvtool(*RUN, *HELD)
     assert (whole.code, json.loads(whole.out)["complete"]) == (0, True)
 
 
@@ -99,10 +99,10 @@ def test_a_disk_that_fills_up_during_a_run_is_told_in_a_line(kvtool, full_disk):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Store, "append", appended)
-        done = kvtool(*RUN, *ARM)
+        done = kvtool(*RUN, *HELD)
     assert (done.code, done.out, len(measured)) == (1, "", 1)
     assert done.err == "error: cannot write `run/samples/full/niah.jsonl`: File too large\n"
-    whole = kvtool(*RUN, *ARM)
+    whole = kvtool(*RUN, *HELD)
     assert (whole.code, json.loads(whole.out)["complete"]) == (0, True)
 
 

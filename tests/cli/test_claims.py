@@ -17,7 +17,7 @@ generation: {max_new_tokens: 9}
 claim:
   says: H2O finds more than chance
   pairs:
-  - {arm: h2o, than: random}
+  - {variant: h2o, than: random}
 """
 
 
@@ -53,15 +53,18 @@ def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        ("{arm: roco, than: random}", "claim.pairs.0.arm: `roco` is not compared"),
-        ("{arm: h2o, than: random, budgets: 32}", "claim.pairs.0.budgets: `32` is none of 48, 64"),
-        ("{arm: h2o, than: h2o}", "claim.pairs.0: `h2o` is held against itself"),
-        ("{arm: h2o}", "than"),
-        ("{arm: h2o, than: randm}", "randm"),
+        ("{variant: roco, than: random}", "claim.pairs.0.variant: `roco` is not compared"),
+        (
+            "{variant: h2o, than: random, budgets: 32}",
+            "claim.pairs.0.budgets: `32` is none of 48, 64",
+        ),
+        ("{variant: h2o, than: h2o}", "claim.pairs.0: `h2o` is held against itself"),
+        ("{variant: h2o}", "than"),
+        ("{variant: h2o, than: randm}", "randm"),
     ],
 )
 def test_a_claim_about_something_else_is_refused(kvtool, recipe, pair, said):
-    text = RECIPE.replace("{arm: h2o, than: random}", pair)
+    text = RECIPE.replace("{variant: h2o, than: random}", pair)
     done = kvtool("eval", recipe(text), "-o", "run")
     assert done.code == 2
     assert said in done.err

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtool.models.configuration import read_config
-from kvtool.models.load import load
+from kvtool.models.load import load, read_config
 from kvtool.plain_config import PlainConfig
 from kvtool.transformers_versions import reads_plain_configs
 from tests.models import tiny_gguf
@@ -56,7 +55,7 @@ REFUSED = {
     "no parent": (["FILE", "gone/out"], 2, "gone` does not exist", "mkdir -p"),
     "no GGUF": (["reference", "out"], 2, "`reference` is no GGUF file", "FILE.gguf FOLDER"),
     "missing": (["gone.gguf", "out"], 2, "GGUF file `gone.gguf` does not exist", "REPO:"),
-    "cut": (["cut.gguf", "out"], 1, "cannot read the weights of model `cut.gguf`", ""),
+    "cut": (["cut.gguf", "out"], 1, "cannot read the configuration of model `cut.gguf`", ""),
 }
 
 
@@ -83,7 +82,7 @@ def test_a_full_disk_leaves_nothing(kvtool, written, monkeypatch):
 
     model = SimpleNamespace(save_pretrained=fail)
     monkeypatch.setattr(
-        "kvtool.models.gguf_folder.load_gguf_weights",
+        "kvtool.models.checkpoint.load_gguf_weights",
         lambda *_, **__: (model, {"mismatched_keys": [], "missing_keys": []}),
     )
     done = kvtool("convert", "-q", str(written), "out")

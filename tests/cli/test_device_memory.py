@@ -112,7 +112,7 @@ def test_a_run_holds_the_number_and_keeps_it(kvtool, free):
     free(12 * 2**20)
     done = kvtool(*EVAL, "-b", "64,auto:50%")
     assert done.code == 0
-    names = [arm["name"] for arm in json.loads(done.out)["arms"]]
+    names = [each["name"] for each in json.loads(done.out)["variants"]]
     (chosen,) = {name.partition("@")[2] for name in names} - {"", "64"}
     assert chosen.endswith("KiB")
     with open("run/recipe.lock.yaml") as lock:

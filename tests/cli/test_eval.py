@@ -11,7 +11,7 @@ import kvtool as library
 from kvtool.documents.results import ResultsDocument
 
 QUICK = ("-t", "niah", "--lengths", "256", "--depths", "3")
-ARMS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
+VARIANTS = ("-p", "streaming,h2o(recent=8)+caote", "-b", "32,50%")
 TWO = ("-p", "streaming,h2o", "-b", "32")
 
 
@@ -38,21 +38,23 @@ def evaluate(kvtool, *arguments, code=0) -> ResultsDocument:
 
 
 def scores(results) -> dict:
-    return {(r.arm, r.task): (r.value, r.n, r.stderr, r.delta) for r in results.results}
+    return {(r.variant, r.task): (r.value, r.n, r.stderr, r.delta) for r in results.results}
 
 
 @pytest.mark.usefixtures("drawn_pages")
 def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
-    results = evaluate(kvtool, *QUICK, *ARMS, "-o", "runs/first")
-    arms = [arm.name for arm in results.arms]
-    assert arms == [
+    results = evaluate(kvtool, *QUICK, *VARIANTS, "-o", "runs/first")
+    variants = [variant.name for variant in results.variants]
+    assert variants == [
         "full",
         "streaming@32",
         "streaming@50%",
         "h2o(recent=8)+caote@32",
         "h2o(recent=8)+caote@50%",
     ]
-    assert [(r.arm, r.task, r.n) for r in results.results] == [(arm, "niah", 3) for arm in arms]
+    assert [(r.variant, r.task, r.n) for r in results.results] == [
+        (variant, "niah", 3) for variant in variants
+    ]
     assert results.complete
     assert results.of("full", "niah").value == 1.0
     folder = tmp_path / "runs" / "first"
@@ -60,7 +62,7 @@ def test_a_run_holds_every_sample_and_its_results(kvtool, tmp_path):
         "finished": json.loads((folder / "results.json").read_text())["finished"]
     }
     files = sorted((folder / "samples").iterdir())
-    assert len(files) == len(arms)
+    assert len(files) == len(variants)
     for file in files:
         records = [json.loads(line) for line in (file / "niah.jsonl").read_text().splitlines()]
         assert [record["cell"]["depth"] for record in records] == [0, 50, 100]
@@ -264,7 +266,7 @@ def test_gates_decide_the_exit_code(kvtool):
     assert low.of("streaming@32", "niah").value == pytest.approx(1 / 3)
     assert [gate.passed for gate in low.gates] == [True]
     high = evaluate(kvtool, *run, "--fail-under", "niah=0.9", code=3)
-    assert [(gate.arm, gate.passed) for gate in high.gates] == [("streaming@32", False)]
+    assert [(gate.variant, gate.passed) for gate in high.gates] == [("streaming@32", False)]
     evaluate(kvtool, *run, "--max-drop", "70")
     evaluate(kvtool, *run, "--max-drop", "60", code=3)
     evaluate(kvtool, "--rescore", "run", "--fail-under", "niah=0.9", code=3)
@@ -336,7 +338,7 @@ def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):
 
 
 def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
-    done = kvtool("eval", *QUICK, *ARMS, "-o", "run", "--dry-run")
+    done = kvtool("eval", *QUICK, *VARIANTS, "-o", "run", "--dry-run")
     assert done.code == 0
     told = yaml.safe_load(done.out)
     assert told["kind"] == "recipe"
@@ -349,11 +351,13 @@ def test_a_dry_run_tells_the_work_and_writes_nothing(kvtool):
 @pytest.mark.exhaustive
 def test_a_dry_run_tells_the_bytes_that_the_run_then_holds(kvtool):
     settings = ("-t", "niah", "--lengths", "512", "-L", "1", "--set", "generation.max_new_tokens=1")
-    arms = ("-p", "streaming", "-b", "32,50%,17KiB,4K")
-    told = yaml.safe_load(kvtool("eval", *settings, *arms, "--dry-run").out)
+    variants = ("-p", "streaming", "-b", "32,50%,17KiB,4K")
+    told = yaml.safe_load(kvtool("eval", *settings, *variants, "--dry-run").out)
     (estimate,) = told["work"]["tasks"]
-    results = evaluate(kvtool, *settings, *arms, "-o", "run")
-    held = {arm.name: results.of(arm.name, "niah").cost.kv_bytes for arm in results.arms}
+    results = evaluate(kvtool, *settings, *variants, "-o", "run")
+    held = {
+        variant.name: results.of(variant.name, "niah").cost.kv_bytes for variant in results.variants
+    }
     assert estimate["kv_bytes"] == held
     per_token = 4 * 2 * 32 * 2 * 4  # layers heads dim k+v float32
     assert held["full"] == estimate["longest_prompt"] * per_token
@@ -368,7 +372,7 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
     results = evaluate(
         kvtool, "mine.yaml", "-p", "h2o", "-s", "budget=48", "-s", "eval.tasks.0.depths=1"
     )
-    assert [arm.name for arm in results.arms] == ["full", "h2o@48"]
+    assert [variant.name for variant in results.variants] == ["full", "h2o@48"]
     assert results.of("full", "niah").n == 2
     assert Path("here/results.json").is_file()
 

@@ -61,7 +61,7 @@ def content(path):
     if path.name == "results.json":
         results = ResultsDocument(**json.loads(path.read_text()))
         assert results.complete
-        return {(r.arm, r.task): (r.value, r.n, r.failed, r.stderr) for r in results.results}
+        return {(r.variant, r.task): (r.value, r.n, r.failed, r.stderr) for r in results.results}
     if path.suffix == ".json":
         data = json.loads(path.read_text())
         return {

@@ -36,7 +36,7 @@ def test_a_run_is_measured_and_its_table_printed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(MEASURE, "subprocess", SimpleNamespace(run=run, DEVNULL=None))
     MEASURE.main(["small", "--folder", str(tmp_path / "runs")])
     values = {
-        result.arm: f"{result.value:.2f}"
+        result.variant: f"{result.value:.2f}"
         for result in read_results_file(tmp_path / "runs/small/results.json").results
     }
     assert capsys.readouterr().out == (

@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 import kvtool
-from kvtool.cache.build import build_cache
+from kvtool.cache.entry.build import build_cache
 from kvtool.calls import needle
 from kvtool.calls.generate import prepare_generation
 from kvtool.calls.resolve import resolve_settings

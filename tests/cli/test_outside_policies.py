@@ -143,7 +143,7 @@ def test_it_is_spelled_as_it_is_read(kvtool):
         ("my_own.broken:MyScore", "cannot import module `my_own.broken`: AttributeError: module"),
         ("my_own.leaving:MyScore", "cannot import module `my_own.leaving`: SystemExit: 0"),
         ("my_own.lacking:MyScore", "No module named 'no_such_package_at_all'"),
-        ("my_own.scores:", "cannot read `my_own.scores:` in a policy"),
+        ("my_own.scores:", "cannot read `my_own.scores:` as a policy"),
         ("h2o+my_own.scores:MyScore", "is a base policy and cannot modify `h2o`"),
     ],
 )
@@ -198,7 +198,10 @@ def test_a_recipe_names_it_and_its_run_goes_on(kvtool, tmp_path):
     done = kvtool(*run, "--resume")
     assert done.code == 0, done.err
     results = json.loads(done.out)
-    assert [arm["policy"] for arm in results["arms"]] == [POLICY, "my_own.scores:MyScore(recent=2)"]
+    assert [each["policy"] for each in results["variants"]] == [
+        POLICY,
+        "my_own.scores:MyScore(recent=2)",
+    ]
     folders = sorted(path.name for path in (tmp_path / "run" / "samples").iterdir())
     assert folders == [
         "my_own.scores_MyScore_recent=2_@32",
@@ -250,7 +253,7 @@ def test_a_recipe_does_not_import_what_it_names(kvtool, tmp_path, package, polic
 def test_a_recipe_in_python_may_name_code_and_one_in_a_file_may_not(kvtool, tmp_path):
     from kvtool.calls.resolve import resolve_settings
     from kvtool.calls.settings import GenerationSettings
-    from kvtool.documents.from_python import document_of
+    from kvtool.documents.resolve import document_of
 
     recipe = {"kind": "recipe", "schema_version": 1, "policy": POLICY, "budget": 32}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
@@ -261,7 +264,7 @@ def test_a_recipe_in_python_may_name_code_and_one_in_a_file_may_not(kvtool, tmp_
 
 
 def test_the_pairs_of_a_claim_import_nothing(kvtool, tmp_path):
-    claim = {"text": "a", "pairs": [{"task": "niah", "arm": POLICY, "than": "h2o"}]}
+    claim = {"text": "a", "pairs": [{"task": "niah", "variant": POLICY, "than": "h2o"}]}
     recipe = {"kind": "recipe", "schema_version": 1, "policy": "h2o", "claim": claim}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))
     done = kvtool("eval", "own.yaml", "-t", "niah", "--dry-run")

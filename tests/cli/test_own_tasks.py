@@ -59,7 +59,7 @@ def test_a_file_of_questions_is_a_task(kvtool, tmp_path):
     done = kvtool("eval", "-t", "qa", "--data", "mine.jsonl", *RUN, "-f", "json")
     assert done.code == 0, done.err
     results = json.loads(done.out)["results"]
-    assert [(each["arm"], each["task"], each["n"]) for each in results] == [
+    assert [(each["variant"], each["task"], each["n"]) for each in results] == [
         ("full", "qa", 2),
         ("streaming@16", "qa", 2),
     ]

@@ -167,8 +167,7 @@ def test_edited_tokens_are_refused_or_stand_as_they_are(kvtool, target):
     other = [tokens[0] + 9, *tokens[1:]]
     done = kvtool("generate", "-", *PROMPT, stdin=edited(plan, tokens=other))
     assert done.code == 2
-    assert "layers.tokens.0:" in done.err
-    assert f"{other[0]} tokens do not agree with `layers.fractions.0`" in done.err
+    assert f"layers.tokens: they are {sum(other)} together" in done.err
     ids = len(load_tokenizer()[0](TEXT)["input_ids"])
     for more in ({}, {"fractions": None}):
         changed = edited(plan, tokens=other, totals=None, **more)
@@ -189,11 +188,10 @@ def test_edited_stages_are_refused_or_change_the_run(kvtool):
         section = {k: v for k, v in data["rocketkv"].items() if k not in leave_out} | changes
         return yaml.safe_dump(data | {"rocketkv": section}).encode()
 
-    for name, value in {"split_factor": 0.3, "compression_ratio": 9.0, "prompt_tokens": 40}.items():
-        done = kvtool("generate", "-", *PROMPT, stdin=of(**{name: value}))
-        assert (done.code, done.out) == (2, "")
-        assert "does not agree with" in done.err
-        assert "rocketkv." in done.err
+    done = kvtool("generate", "-", *PROMPT, stdin=of(split_factor=0.3))
+    assert (done.code, done.out) == (2, "")
+    assert "does not agree with `split_factor`" in done.err
+    assert "rocketkv.stage1_tokens" in done.err
     changed = of(("stage1_tokens", "prompt_tokens"), split_factor=0.7)
     told = kvtool("generate", "-", *PROMPT, "-n", "2", "-f", "json", stdin=changed)
     ran = json.loads(told.out)
@@ -249,14 +247,15 @@ def test_eval_reports_what_was_planned(kvtool):
     plan = planned(kvtool, "--ratio", "25%")
     told = run(kvtool, "eval", "-", "-p", "h2o,streaming", *QUICK, "-o", "run", stdin=plan)
     results = ResultsDocument(**told)
-    assert [arm.name for arm in results.arms] == ["full", "h2o@25%,plan", "streaming@25%,plan"]
+    names = [each.name for each in results.variants]
+    assert names == ["full", "h2o@25%,plan", "streaming@25%,plan"]
     cost = results.of("h2o@25%,plan", "niah").cost
     assert cost.kv_bytes == pytest.approx(cost.full_bytes / 4, rel=0.05)
     again = ResultsDocument(**run(kvtool, "eval", "run/recipe.lock.yaml", *QUICK[6:], "-o", "two"))
-    values = [(result.arm, result.value) for result in results.results]
-    assert [(result.arm, result.value) for result in again.results] == values
+    values = [(result.variant, result.value) for result in results.results]
+    assert [(result.variant, result.value) for result in again.results] == values
     rescored = ResultsDocument(**run(kvtool, "eval", "--rescore", "run", *QUICK[6:]))
-    assert [(result.arm, result.value) for result in rescored.results] == values
+    assert [(result.variant, result.value) for result in rescored.results] == values
 
 
 def test_a_recipe_names_a_plan_beside_it(kvtool):

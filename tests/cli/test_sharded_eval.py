@@ -22,7 +22,7 @@ def scores(text: str) -> list:
     results = ResultsDocument(**json.loads(text))
     assert results.complete
     return [
-        (r.arm, r.task, r.value, r.n, r.stderr, r.delta, r.cells, r.metrics, r.cost.kv_bytes)
+        (r.variant, r.task, r.value, r.n, r.stderr, r.delta, r.cells, r.metrics, r.cost.kv_bytes)
         for r in results.results
     ]
 

@@ -113,7 +113,7 @@ def test_ways_as_text_come_without_what_they_do_not_use(tmp_path):
 
 def test_reports_are_written_without_torch():
     """Torch comes with the first interval that is drawn."""
-    names = ["page", "results_layout", "export", "notebook", "words"]
+    names = ["page", "results_text", "view", "words"]
     program = f"import sys\nfrom kvtool.report import {', '.join(names)}\n"
     program += "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

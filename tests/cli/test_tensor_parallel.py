@@ -44,7 +44,7 @@ def test_eval_scores_what_one_process_scores(shipped_model, kvtool, tmp_path):
     split = ResultsDocument(**json.loads(ends[0][1]))
     assert split.complete
     for ours, theirs in zip(split.results, alone.results, strict=True):
-        assert (ours.arm, ours.value, ours.n) == (theirs.arm, theirs.value, theirs.n)
+        assert (ours.variant, ours.value, ours.n) == (theirs.variant, theirs.value, theirs.n)
         assert ours.cost.kv_bytes == theirs.cost.kv_bytes
     files = sorted((tmp_path / "split" / "samples").rglob("*.jsonl"))
     assert [len(file.read_text().splitlines()) for file in files] == [3, 3, 3]

@@ -21,7 +21,7 @@ from kvtool.watcher import Watcher
 
 POLICIES = ["streaming", "h2o+caote", "snapkv(window=8)", "quest"]
 BUDGETS = [32, 128]
-ARMS = len(POLICIES) * len(BUDGETS)
+VARIANTS = len(POLICIES) * len(BUDGETS)
 RECIPE = {
     "kind": "recipe",
     "eval": {"tasks": [{"task": "niah", "lengths": "192", "depths": 7}], "within": 20},
@@ -43,8 +43,10 @@ def results(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def scores(folder, arm):
-    lines = (folder / "samples" / re.sub(r"[()]", "_", arm) / "niah.jsonl").read_text().splitlines()
+def scores(folder, variant):
+    lines = (
+        (folder / "samples" / re.sub(r"[()]", "_", variant) / "niah.jsonl").read_text().splitlines()
+    )
     records = {each["id"]: each for each in map(json.loads, lines)}
     return {name: round(each["scores"]["em"]) for name, each in records.items()}
 
@@ -66,14 +68,16 @@ def chance_of_a_loss(ours, full, within):
 def by_hand(folder, results, within):
     """Every variant's standing; two where the chance is too near to 2.5 % for 4000 draws."""
     full, standings = scores(folder, "full"), {}
-    for arm in (arm["name"] for arm in results["arms"] if arm["policy"] != "full"):
-        ours = scores(folder, arm)
+    for variant in (
+        variant["name"] for variant in results["variants"] if variant["policy"] != "full"
+    ):
+        ours = scores(folder, variant)
         gain = 100 * (sum(ours.values()) - sum(full.values())) / sum(full.values())
         chance = chance_of_a_loss(ours, full, within)
         spread = 4 * math.sqrt(0.025 * 0.975 / 4000)
         kinds = {"within"} if chance < 0.025 else {"undecided"}
         kinds |= {"within", "undecided"} if abs(chance - 0.025) < spread else set()
-        standings[arm] = {"outside"} if gain <= -within else kinds
+        standings[variant] = {"outside"} if gain <= -within else kinds
     return standings
 
 
@@ -93,23 +97,31 @@ def test_the_verdict_is_that_of_a_count_by_hand(folder, within):
     results = json.loads((folder / "results.json").read_text())
     verdict, expected = results["verdict"], by_hand(folder, results, within)
     assert (verdict["within"], verdict["tasks"], verdict["why"]) == (within, ["niah"], None)
-    found = {each["arm"]: each["standing"] for each in verdict["arms"]}
+    found = {each["variant"]: each["standing"] for each in verdict["variants"]}
     assert found.keys() == expected.keys()
-    assert len(found) == ARMS
-    assert not {arm: kind for arm, kind in found.items() if kind not in expected[arm]}
+    assert len(found) == VARIANTS
+    assert not {variant: kind for variant, kind in found.items() if kind not in expected[variant]}
     assert {"within", "outside"} <= set(found.values())
-    of_arm = {each["arm"]: each for each in results["results"]}
+    of_variant = {each["variant"]: each for each in results["results"]}
     assert [choice["by"] for choice in verdict["choices"]] == ["bytes", "traffic", "time"]
     for choice in verdict["choices"]:
-        costs = {arm: cost_by_hand(result, choice["by"]) for arm, result in of_arm.items()}
-        good = [arm for arm in found if found[arm] == "within" and costs[arm] < costs["full"]]
-        assert choice["arm"] == min(good, key=costs.get, default=None)
-        limit = costs[choice["arm"] or "full"]
-        unsure = [arm for arm in found if found[arm] == "undecided" and costs[arm] < limit]
+        costs = {
+            variant: cost_by_hand(result, choice["by"]) for variant, result in of_variant.items()
+        }
+        good = [
+            variant
+            for variant in found
+            if found[variant] == "within" and costs[variant] < costs["full"]
+        ]
+        assert choice["variant"] == min(good, key=costs.get, default=None)
+        limit = costs[choice["variant"] or "full"]
+        unsure = [
+            variant for variant in found if found[variant] == "undecided" and costs[variant] < limit
+        ]
         assert choice["undecided"] == sorted(unsure, key=costs.get)
         assert choice["full"] == pytest.approx(costs["full"])
-        if choice["arm"] is not None:
-            assert choice["cost"] == pytest.approx(costs[choice["arm"]])
+        if choice["variant"] is not None:
+            assert choice["cost"] == pytest.approx(costs[choice["variant"]])
 
 
 def test_a_comparison_ends_with_it(folder, kvtool):
@@ -121,9 +133,9 @@ def test_a_comparison_ends_with_it(folder, kvtool):
     page = (folder / "report.html").read_text()
     assert "verdict: the cheapest within 20 % of the full cache, by the paired" in done.err
     for choice in verdict["choices"]:
-        if choice["arm"] is not None:
-            assert f": {choice['arm']}; " in done.err
-            assert f"<dd>{choice['arm']}; " in page
+        if choice["variant"] is not None:
+            assert f": {choice['variant']}; " in done.err
+            assert f"<dd>{choice['variant']}; " in page
 
 
 def test_the_bound_stays_that_of_the_run_and_a_wrong_one_is_refused(folder, kvtool):
@@ -189,16 +201,20 @@ def test_the_recommendation_is_the_best_of_those_that_fit(kvtool, folder, result
     plan = yaml.safe_load(done.out)
     fitting = {}
     for result in results["results"][1:]:
-        arm = next(arm for arm in results["arms"] if arm["name"] == result["arm"])
-        tokens = int(arm["budget"] / result["cost"]["prompt_tokens"] * (context - 16))
+        variant = next(
+            variant for variant in results["variants"] if variant["name"] == result["variant"]
+        )
+        tokens = int(variant["budget"] / result["cost"]["prompt_tokens"] * (context - 16))
         lengths = ("--context", f"{context}", "-n", "16")
-        made = kvtool("plan-budget", "-q", "-b", f"{tokens}", "-p", arm["policy"], *lengths)
+        made = kvtool("plan-budget", "-q", "-b", f"{tokens}", "-p", variant["policy"], *lengths)
         if yaml.safe_load(made.out)["totals"]["bytes"] <= size:
-            fitting[result["arm"]] = result["value"], -arm["budget"]
+            fitting[result["variant"]] = result["value"], -variant["budget"]
     best = max(fitting, key=fitting.get)
-    assert 0 < len(fitting) < ARMS
+    assert 0 < len(fitting) < VARIANTS
     assert plan["policy"] == best.partition("@")[0]
-    standing = next(each for each in results["verdict"]["arms"] if each["arm"] == best)["standing"]
+    standing = next(each for each in results["verdict"]["variants"] if each["variant"] == best)[
+        "standing"
+    ]
     said = standing.replace("undecided", "undecided whether within")
     (line,) = re.findall(r"^evidence: .*$", done.err, re.MULTILINE)
     assert line.startswith(f"evidence: {best} against the full cache: niah")

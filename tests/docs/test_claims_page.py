@@ -116,9 +116,9 @@ def test_scores_are_means_of_shares_of_the_full_cache(ranking, results):
     document = ResultsDocument.model_validate(results)
     change = {"full": 0.4, "roco@50%": 0.3, "random@50%": 0.1}
     found = [
-        result.model_copy(update={"value": change[result.arm], "best": 1.0})
+        result.model_copy(update={"value": change[result.variant], "best": 1.0})
         for result in document.results
-        if result.arm in change
+        if result.variant in change
     ]
     run = document.model_copy(update={"results": found})
     shares = {"roco": pytest.approx(75), "random": pytest.approx(25)}
@@ -135,8 +135,8 @@ def test_a_verdict_changes_when_its_results_are_edited(results, tmp_path):
     def verdicts(better, worse):
         data = json.loads(json.dumps(results))
         for result in data["results"]:
-            if result["arm"] in (better, worse):
-                value = 1.0 if result["arm"] == better else 0.0
+            if result["variant"] in (better, worse):
+                value = 1.0 if result["variant"] == better else 0.0
                 n = len(result["scores"]["sums"])
                 result["scores"] = {"sums": [value] * n, "weights": None, "link": "mean"}
         text = written(data, tmp_path)
@@ -159,7 +159,7 @@ def test_the_codes_of_the_evaluation_page_are_those_of_the_claims():
     found = {}
     for name in ("calidrop", "caote"):
         document = json.loads((FOLDER / "results" / f"{name}.json").read_text())
-        found |= {(each["arm"], each["task"]): each["value"] for each in document["results"]}
+        found |= {(each["variant"], each["task"]): each["value"] for each in document["results"]}
     page = (FOLDER.parents[1] / "kvtool" / "evaluation" / "README.md").read_text("utf-8")
     table = page.split("## Results")[1].split("\n## ")[0].split("| fidelity 64 / 128 / 256 |")[1]
     rows = [line.strip("|").split("|") for line in table.splitlines() if line.startswith("| `")]
@@ -167,6 +167,6 @@ def test_the_codes_of_the_evaluation_page_are_those_of_the_claims():
     for policy, niah, multikey, _ in ([cell.strip(" `") for cell in row] for row in rows):
         for task, scale, printed in (("niah", 100, niah), ("ruler/niah_multikey_1", 1, multikey)):
             at = ["full"] if policy == "full" else [f"{policy}@{each}" for each in (64, 128, 256)]
-            scores = [found.get((arm, task)) for arm in at]
+            scores = [found.get((variant, task)) for variant in at]
             shown = ["–" if score is None else f"{scale * score:.0f}" for score in scores]
             assert printed == " / ".join(shown), (policy, task)

@@ -68,8 +68,8 @@ def test_each_score_is_compared_with_three_baselines_in_latex(folder, run, score
     assert ":" not in latex.split(r"\begin{tabular}")[1].split(r"\bottomrule")[0]  # no module
     results = kvtool.load_results(run)
     asked = [each for each in results.differences if each.asked]
-    named = {each.name: each.shown for each in results.arms}
-    assert [(named[each.arm], each.against) for each in asked] == [
+    named = {each.name: each.shown for each in results.variants}
+    assert [(named[each.variant], each.against) for each in asked] == [
         (f"{score}@64", f"{baseline}@64")
         for score in scores
         for baseline in ("h2o", "streaming", "tova")
@@ -80,7 +80,7 @@ def test_each_score_is_compared_with_three_baselines_in_latex(folder, run, score
     again = [each for each in COMMANDS if f"--rescore {run}" in each]
     for command in again:
         assert main([*shlex.split(command)[1:], "-q", "--no-plots"]) == 0
-        assert capsys.readouterr().out.startswith("arm,policy,label,")
+        assert capsys.readouterr().out.startswith("variant,policy,label,")
 
 
 @pytest.mark.exhaustive

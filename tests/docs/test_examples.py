@@ -58,7 +58,7 @@ def test_processes_of_ray_share_a_run(tmp_path):
         )
         assert done.returncode == 0, done.stderr
         results = json.loads((folder / "results.json").read_text())["results"]
-        values.append([(result["arm"], result["value"]) for result in results])
+        values.append([(result["variant"], result["value"]) for result in results])
     assert values[0] == values[1]
 
 

@@ -33,7 +33,7 @@ def drawing():
 def found(drawing) -> dict:
     """Results by panel and variant."""
     return {
-        name: {result["arm"]: result for result in results["results"]}
+        name: {result["variant"]: result for result in results["results"]}
         for name, results in drawing.read_results().items()
     }
 
@@ -57,10 +57,12 @@ def test_a_point_is_where_its_score_and_bytes_are(drawing, found):
     marks = re.findall(r'translate\(([\d.]+) ([\d.]+)\)" d="([^"]+)"', picture)
     places = [(float(x), float(y)) for x, y, _ in marks]
     for left, name in ((58, "known"), (422, "later")):
-        for arm in ("keydiff@128", "kvzip@512", "full+int4"):
-            share = drawing.held_bytes(found[name][arm]) / drawing.held_bytes(found[name]["full"])
+        for variant in ("keydiff@128", "kvzip@512", "full+int4"):
+            share = drawing.held_bytes(found[name][variant]) / drawing.held_bytes(
+                found[name]["full"]
+            )
             x = left + 314 * math.log(share / 0.1) / math.log(12)
-            spot = pytest.approx((x, 264 - 202 * found[name][arm]["value"]), abs=0.06)
+            spot = pytest.approx((x, 264 - 202 * found[name][variant]["value"]), abs=0.06)
             assert any(place == spot for place in places)
     assert len({shape for _, _, shape in marks}) == len(drawing.SERIES)  # a marker for each
 
@@ -111,10 +113,10 @@ def runs() -> dict:
     found = {}
     for name in ("known", "later"):
         run = read_results_file(ROOT / f"recipes/real-model/results/{name}.json")
-        arms = {arm.name: arm for arm in run.arms}
+        variants = {variant.name: variant for variant in run.variants}
         for result in run.results:
-            arm = arms[result.arm]
-            found[name, arm.policy, arm.budget] = result
+            variant = variants[result.variant]
+            found[name, variant.policy, variant.budget] = result
     return found
 
 
@@ -142,7 +144,7 @@ def bits_cost_less_than_tokens(runs):
         assert near_full(runs, "full+int8", question, None)
         for (asked, _, budget), theirs in runs.items():
             if asked == question and budget and theirs.cost.held_bytes <= ours.cost.held_bytes:
-                assert not surely_above(theirs, ours), theirs.arm
+                assert not surely_above(theirs, ours), theirs.variant
 
 
 def bits_in_less_memory(runs):
@@ -235,7 +237,7 @@ def test_no_cell_contradicts_what_the_first_page_recommends(runs):
 def test_the_perplexity_of_novels_is_as_said():
     """Of the policies that hold the budget after every token, RoCo loses least at each."""
     run = read_results_file(ROOT / "recipes/real-model/results/novels.json")
-    value = {result.arm: result.value for result in run.results}
+    value = {result.variant: result.value for result in run.results}
     page = " ".join(PAGE.split())
     numbers = re.search(
         r"at 256, `roco` adds ([\d.]+) to a perplexity of ([\d.]+), `keydiff` adds ([\d.]+), and "
@@ -260,12 +262,12 @@ def test_the_caption_has_these_results(drawing, found):
         page,
     )
     share, int4, full, known, later = (int(number) for number in numbers.groups())
-    arms = found["known"]
-    held = drawing.held_bytes(arms["full+int4"]) / drawing.held_bytes(arms["full"])
+    variants = found["known"]
+    held = drawing.held_bytes(variants["full+int4"]) / drawing.held_bytes(variants["full"])
     assert share == round(100 * held)
-    assert int4 == 100 * arms["full+int4"]["value"]
-    assert full == 100 * arms["full"]["value"]
-    assert known == 100 * arms["snapkv@256"]["value"]
+    assert int4 == 100 * variants["full+int4"]["value"]
+    assert full == 100 * variants["full"]["value"]
+    assert known == 100 * variants["snapkv@256"]["value"]
     assert later == 100 * found["later"]["snapkv@256"]["value"]
     assert {result["n"] for each in found.values() for result in each.values()} == {100}
     assert "100 texts a point" in page

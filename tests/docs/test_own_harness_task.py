@@ -33,6 +33,6 @@ def test_the_harness_task_of_the_page_runs(tmp_path, monkeypatch, capsys):
         capsys.readouterr().err
     )
     results = kvtool.load_results("run").results
-    assert {each.arm for each in results} == {"full", "h2o@256", "snapkv@256"}
+    assert {each.variant for each in results} == {"full", "h2o@256", "snapkv@256"}
     assert {each.task for each in results} == {"lm-eval/boats"}
     assert all(each.n == 1 and each.value is not None for each in results)

@@ -44,12 +44,12 @@ def test_scores_and_likelihoods_of_samples_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["thin.py", str(tmp_path / "run"), str(tmp_path / "run.json")])
     THIN.main()
     kept = read_results_file(tmp_path / "run.json")
-    assert [(each.arm, each.task) for each in kept.results] == [
+    assert [(each.variant, each.task) for each in kept.results] == [
         *(("full", "niah"), ("streaming(sinks=2)@32", "niah")),
         *(("full", "niah (nll)"), ("streaming(sinks=2)@32", "niah (nll)")),
     ]
     for before in run.results:
-        exact, likely = (kept.of(before.arm, task) for task in ("niah", "niah (nll)"))
+        exact, likely = (kept.of(before.variant, task) for task in ("niah", "niah (nll)"))
         assert exact.scores == before.scores
         [nll] = [metric for metric in before.metrics if metric.name == "nll"]
         assert likely.value == nll.value == pytest.approx(statistics.fmean(likely.scores.sums))

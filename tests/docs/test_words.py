@@ -18,7 +18,7 @@ WORDS = {  # what is refused, and what to write in its place
     r"so many|just so": "the number by its name: `most`, n",
     r"mend|mends|mended|mending": "fix",
     r"held against|holds? \w+ (?:\w+ )?against": "compared with",
-    r"arms?": "variant (files keep the key `arm`)",
+    r"arms?": "variant",
     r"lend|lends|lent|lending|borrow|borrows|borrowed|borrowing": "share",
     r"foretells?|foretold": "estimate",
     r"(?:bring|brings|brought) (?:\w+ )?back": "dequantise",
@@ -38,7 +38,7 @@ REFUSED = re.compile(
 )
 TWIN = re.compile(r"\btwins?\b", re.IGNORECASE)  # of tests only, whose page explains it
 QUOTED = re.compile(  # code, strings, links, terms that are defined, columns of a table, doctests
-    r"`[^`]*`|\"[^\"\n]*\"|<[^>\n]*>|\*\w+\*|\| arm (?=\|)"
+    r"`[^`]*`|\"[^\"\n]*\"|<[^>\n]*>|\*\w+\*"
     r"|^ *(?:>>>|\.\.\.) .*\n(?:(?! *>>>) *\S.*\n)*",
     re.MULTILINE,
 )

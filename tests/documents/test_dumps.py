@@ -12,7 +12,13 @@ from pydantic import BaseModel
 
 import kvtool.documents
 from kvtool.documents.answers import AnswerLine
-from kvtool.documents.document import Document, RecipeSection, Section, ShownDocument
+from kvtool.documents.document import (
+    Document,
+    RecipeSection,
+    Section,
+    ShownDocument,
+    SparseSection,
+)
 from kvtool.documents.generation import (
     CompileSection,
     CompressionDocument,
@@ -24,7 +30,7 @@ from kvtool.documents.generation import (
     TurnSection,
 )
 from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
-from kvtool.documents.plan import PlanDocument
+from kvtool.documents.plan import Device, Peaks, PlanDocument, Way, WayLoss
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.prompts import PromptEntry
 from kvtool.documents.recipe import PrefillMapping, Recipe
@@ -37,7 +43,6 @@ from kvtool.documents.results import (
     SamplesDocument,
 )
 from kvtool.documents.source import read_file
-from kvtool.documents.ways import Device, Peaks, Way, WayLoss
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.verdict import differences, make_verdict
 from tests.documents.test_generation_document import CACHE, document
@@ -108,7 +113,7 @@ RECIPE = {
     "eval": {"tasks": ["niah", {"task": "ppl", "samples": 2}]},
     "gates": [{"task": "niah", "min": 0.5}],
     "output": {"plots": True},
-    "claim": {"says": "h2o is better", "pairs": [{"arm": "h2o", "than": "tova"}]},
+    "claim": {"says": "h2o is better", "pairs": [{"variant": "h2o", "than": "tova"}]},
 }
 NEEDS = {"prompt_tokens": 5, "new_tokens": 1, "tokens": [5], "kv_bytes": 9, "state_bytes": 1}
 
@@ -149,7 +154,7 @@ def examples() -> Iterator[BaseModel]:
     yield ResultsDocument.model_validate_json((DATA / "run/results.json").read_text())
     claims = sorted((ROOT / "recipes/claims/results").glob("*.json"))
     claimed = ResultsDocument.model_validate_json(claims[0].read_text())
-    parts = (claimed.results, claimed.arms)
+    parts = (claimed.results, claimed.variants)
     derived = {
         "claim_verdict": judge_claim(claimed.claim, claimed),
         "differences": differences(*parts),
@@ -159,8 +164,8 @@ def examples() -> Iterator[BaseModel]:
     yield SamplesDocument.model_validate_json((DATA / "run/samples.json").read_text())
     line = next((DATA / "run/samples").rglob("*.jsonl")).read_text().splitlines()[0]
     yield SampleRecord.model_validate_json(line)
-    yield Average(arm="full", suite="ruler", tasks=["ruler/vt"], value=0.5, delta=None)
-    yield GateResult(gate="min", arm="h2o", task="niah", value=None, limit=0.5, passed=False)
+    yield Average(variant="full", suite="ruler", tasks=["ruler/vt"], value=0.5, delta=None)
+    yield GateResult(gate="min", variant="h2o", task="niah", value=None, limit=0.5, passed=False)
     yield CurveEntry(name="a", x=[1.0], y=[2.0], x_label="tokens", y_label="loss")
     yield PrefillMapping(mode="block")
     yield Recipe()
@@ -233,7 +238,7 @@ def one_of_each() -> list[BaseModel]:
 
 
 PARTS = one_of_each()
-NONE_OF = {Section, Document, ShownDocument, RecipeSection}  # bases, never made
+NONE_OF = {Section, Document, ShownDocument, RecipeSection, SparseSection}  # bases, never made
 
 
 def every_class() -> set[type[BaseModel]]:

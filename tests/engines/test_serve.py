@@ -240,7 +240,7 @@ HI = [{"role": "user", "content": "Hi"}]
         (CHAT, [], 400, "a JSON object"),
         (CHAT, {}, 400, "messages is missing"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "message 0"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "no tools"),
+        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, 400, "no role `tool`"),
         (CHAT, {"messages": [{"role": "user", "content": ""}]}, 400, "must not be empty"),
         (CHAT, {"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
         (CHAT, {"messages": [*HI, {"role": "assistant", "content": "x"}]}, 400, "last one"),

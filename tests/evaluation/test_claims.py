@@ -7,28 +7,32 @@ from kvtool.documents.verdict import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.report.words import claim_in_words, claim_lines, claim_table, row_in_words
-from tests.report.examples import arms, document, result
+from tests.report.examples import document, result, variants
 
 POLICIES = ["h2o", "h2o+caote", "tova"]
-ARMS = arms(POLICIES, [64, 128])
+VARIANTS = variants(POLICIES, [64, 128])
 GOOD, BAD, MIXED = [1.0] * 30, [0.0] * 30, [1.0, 0.0] * 15
 
 
 def claim(*pairs, **changes):
-    return Claim(says="more is more", pairs=[{"arm": a, "than": b, **changes} for a, b in pairs])
+    return Claim(
+        says="more is more", pairs=[{"variant": a, "than": b, **changes} for a, b in pairs]
+    )
 
 
 def run(answers, task="niah", **changes):
     """Results by policy: the scores of samples at 64 and at 128 tokens."""
     found = []
-    for arm in ARMS:
-        if arm.policy in answers and arm.budget is not None:
-            sums = answers[arm.policy][[64, 128].index(int(arm.budget))]
+    for variant in VARIANTS:
+        if variant.policy in answers and variant.budget is not None:
+            sums = answers[variant.policy][[64, 128].index(int(variant.budget))]
             known = [each for each in sums if each is not None]
             scores = SampleScores(sums=sums)
-            found.append(result(arm, task, sum(known) / len(known), None, scores=scores, **changes))
+            found.append(
+                result(variant, task, sum(known) / len(known), None, scores=scores, **changes)
+            )
     return document(("niah",), dict.fromkeys(POLICIES, 1), (64, 128)).model_copy(
-        update={"arms": ARMS, "results": found}
+        update={"variants": VARIANTS, "results": found}
     )
 
 
@@ -119,8 +123,8 @@ def test_controls_do_not_count_but_are_told():
     wanted = Claim(
         says="more is more",
         pairs=[
-            {"arm": "h2o+caote", "than": "h2o"},
-            {"arm": "h2o", "than": "tova", "control": True},
+            {"variant": "h2o+caote", "than": "h2o"},
+            {"variant": "h2o", "than": "tova", "control": True},
         ],
     )
     found = judge_claim(wanted, run(answers))
@@ -138,14 +142,14 @@ def test_samples_that_one_budget_lacks_are_left_out():
 
 @pytest.mark.parametrize("budgets", [[], [64, 128]])
 def test_policies_without_a_budget_are_compared_once(budgets):
-    known = arms(["full+int8", "h2o"], budgets)
+    known = variants(["full+int8", "h2o"], budgets)
     sums = {"full": GOOD, "full+int8": [0.0, *GOOD[1:]]}
     found = [
-        result(arm, "niah", 1.0, None, scores=SampleScores(sums=sums[arm.policy]))
-        for arm in known
-        if arm.policy in sums
+        result(variant, "niah", 1.0, None, scores=SampleScores(sums=sums[variant.policy]))
+        for variant in known
+        if variant.policy in sums
     ]
-    told = run({}).model_copy(update={"arms": known, "results": found})
+    told = run({}).model_copy(update={"variants": known, "results": found})
     wanted = claim(("full+int8", "full"), margin=20.0)
     [row] = judge_claim(wanted, told).rows
     assert (row.n, row.budgets, row.verdict) == (30, [], "holds")
@@ -160,9 +164,9 @@ def test_a_run_without_either_policy_says_nothing():
 
 def test_claims_about_what_is_not_compared_are_refused():
     for pair, said in [
-        ({"arm": "roco", "than": "h2o"}, "claim.pairs.0.arm: `roco` is not compared"),
-        ({"arm": "h2o", "than": "roco"}, "claim.pairs.0.than: `roco` is not compared"),
-        ({"arm": "h2o", "than": "tova", "budgets": [96]}, "`96` is none of 64, 128"),
+        ({"variant": "roco", "than": "h2o"}, "claim.pairs.0.variant: `roco` is not compared"),
+        ({"variant": "h2o", "than": "roco"}, "claim.pairs.0.than: `roco` is not compared"),
+        ({"variant": "h2o", "than": "tova", "budgets": [96]}, "`96` is none of 64, 128"),
     ]:
         with pytest.raises(UsageError, match=said):
             check_claim(Claim(says="x", pairs=[pair]), POLICIES, ["64", "128"])

@@ -10,13 +10,12 @@ from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import SampleScores
 from kvtool.errors import UsageError
 from kvtool.evaluation import verdict
-from kvtool.evaluation.corrected import compare, corrected, holm
-from kvtool.evaluation.pairs import asked_pairs
+from kvtool.evaluation.pairs import asked_pairs, compare, corrected, holm
 from kvtool.evaluation.verdict import between, difference
-from tests.report.examples import arms, document, result
+from tests.report.examples import document, result, variants
 
-ARMS = [
-    *arms(("h2o", "tova"), (64, 128)),
+VARIANTS = [
+    *variants(("h2o", "tova"), (64, 128)),
     VariantEntry(name="m:Mine@64", policy="m:Mine", budget=64, prefill="full", label="mine"),
 ]
 
@@ -87,8 +86,8 @@ def test_pairs_are_policies_at_common_budgets_or_variants():
         ("mine@64,tova@128", [("m:Mine@64", "tova@128")]),
         ("m:Mine,tova", [("m:Mine@64", "tova@64")]),
     ]:
-        assert [(a.name, b.name) for a, b in asked_pairs([text], ARMS)] == found
-        assert len(asked_pairs([text, text], ARMS)) == len(found)
+        assert [(a.name, b.name) for a, b in asked_pairs([text], VARIANTS)] == found
+        assert len(asked_pairs([text, text], VARIANTS)) == len(found)
 
 
 def test_what_is_no_pair_is_refused():
@@ -100,23 +99,27 @@ def test_what_is_no_pair_is_refused():
         ("h2o@64,h2o@64", "names no two variants of one budget"),
     ]:
         with pytest.raises(UsageError, match=message):
-            asked_pairs([text], ARMS)
+            asked_pairs([text], VARIANTS)
 
 
 def test_all_that_is_asked_for_is_corrected_together():
     draw = random.Random(2)
     results = [
-        result(arm, "niah", 0.5, 1.0, scores=SampleScores(sums=[draw.random() for _ in range(12)]))
-        for arm in ARMS
+        result(
+            variant, "niah", 0.5, 1.0, scores=SampleScores(sums=[draw.random() for _ in range(12)])
+        )
+        for variant in VARIANTS
     ]
-    made = document().model_copy(update={"arms": ARMS, "results": results})
+    made = document().model_copy(update={"variants": VARIANTS, "results": results})
     found = compare(made, ["h2o,tova", "mine,h2o"])
-    assert [(each.arm, each.against) for each in found] == [
+    assert [(each.variant, each.against) for each in found] == [
         ("h2o@64", "tova@64"),
         ("h2o@128", "tova@128"),
         ("m:Mine@64", "h2o@64"),
     ]
-    plain = [between(made.of(each.arm, "niah"), made.of(each.against, "niah")) for each in found]
+    plain = [
+        between(made.of(each.variant, "niah"), made.of(each.against, "niah")) for each in found
+    ]
     assert [each.p_holm for each in found] == holm([each.p for each in plain])
     assert {each.comparisons for each in found} == {3}
     assert not any(each.asked for each in plain)
@@ -127,7 +130,7 @@ def test_all_that_is_asked_for_is_corrected_together():
 def test_a_corrected_difference_may_be_within_the_noise_although_its_interval_is_not():
     results = [
         result(
-            ARMS[i],
+            VARIANTS[i],
             "niah",
             0.5,
             1.0,

@@ -10,7 +10,7 @@ import pytest
 
 from kvtool.documents.verdict import SampleScores
 from kvtool.evaluation.verdict import between, differences
-from tests.report.examples import arms, result
+from tests.report.examples import result, variants
 
 RECORDED = json.loads((Path(__file__).parent / "recorded_random.json").read_text())
 ANSWERS = [[float(letter) for letter in row] for row in RECORDED["right"]]
@@ -21,19 +21,19 @@ def scored(name, sums, task="niah", **changes):
     """A result with the scores of its samples."""
     known = [each for each in sums if each is not None]
     value = sum(known) / len(known)
-    [arm] = [each for each in ARMS if each.name == name]
+    [variant] = [each for each in VARIANTS if each.name == name]
     scores = SampleScores(sums=sums, weights=changes.pop("weights", None))
-    return result(arm, task, value, None, scores=scores, **changes)
+    return result(variant, task, value, None, scores=scores, **changes)
 
 
-ARMS = arms(["h2o", "h2o+caote", "h2o+caote+int8", "tova", "snapkv"], [64, 128])
+VARIANTS = variants(["h2o", "h2o+caote", "h2o+caote+int8", "tova", "snapkv"], [64, 128])
 
 
 def pairs(results):
-    return {(each.arm, each.against, each.because) for each in differences(results, ARMS)}
+    return {(each.variant, each.against, each.because) for each in differences(results, VARIANTS)}
 
 
-def test_an_arm_is_held_against_its_base_or_else_the_best_of_its_budget():
+def test_an_variant_is_held_against_its_base_or_else_the_best_of_its_budget():
     found = [
         scored("full", [1.0] * 4),
         scored("h2o@64", [1.0, 0.0, 0.0, 0.0]),
@@ -51,7 +51,7 @@ def test_an_arm_is_held_against_its_base_or_else_the_best_of_its_budget():
     }
 
 
-def test_no_two_arms_are_compared_twice():
+def test_no_two_variants_are_compared_twice():
     found = [scored("h2o@64", [1.0, 0.0]), scored("h2o+caote@64", [1.0, 1.0])]
     assert pairs(found) == {("h2o+caote@64", "h2o@64", "base")}
 
@@ -61,8 +61,8 @@ def test_the_best_is_the_least_where_less_is_better():
         scored(f"{policy}@64", sums, "ppl", lower_is_better=True)
         for policy, sums in (("h2o", [3.0, 4.0]), ("tova", [9.0, 9.0]))
     ]
-    [only] = differences(found, ARMS)
-    assert (only.arm, only.against, only.difference) == ("tova@64", "h2o@64", 5.5)
+    [only] = differences(found, VARIANTS)
+    assert (only.variant, only.against, only.difference) == ("tova@64", "h2o@64", 5.5)
 
 
 def test_only_samples_that_both_have_count():

@@ -25,7 +25,7 @@ RECIPE = {
 
 
 def scores(results: ResultsDocument) -> dict:
-    return {(each.arm, each.task): (each.value, each.n) for each in results.results}
+    return {(each.variant, each.task): (each.value, each.n) for each in results.results}
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_call_is_the_command_with_the_same_settings(tmp_path):
 
     results = kvtool.evaluate(RECIPE, tmp_path / "python")
     assert results.complete
-    assert [arm.name for arm in results.arms] == ["full", "h2o(recent=4)+caote@32"]
+    assert [variant.name for variant in results.variants] == ["full", "h2o(recent=4)+caote@32"]
     (tmp_path / "mine.yaml").write_text(json.dumps(RECIPE))
     assert main(["eval", "mine.yaml", "-o", "command", "--no-plots", "-q"]) == 0
     command = ResultsDocument(**json.loads((tmp_path / "command" / "results.json").read_text()))
@@ -78,9 +78,9 @@ def test_a_plan_splits_the_budget_of_every_policy(tmp_path):
     with counting() as found:
         results = kvtool.evaluate(document, "run", policies=["h2o"], **QUICK)
     assert found == {"h2o": 1}  # a plan that is validated already is not validated again
-    (arm,) = (arm for arm in results.arms if arm.planned)
-    assert arm.name == "h2o@40,plan"
-    assert results.of(arm.name, "niah").cost.kept_tokens == 40
+    (variant,) = (variant for variant in results.variants if variant.planned)
+    assert variant.name == "h2o@40,plan"
+    assert results.of(variant.name, "niah").cost.kept_tokens == 40
     with pytest.raises(UsageError, match="exclude each other"):
         kvtool.evaluate("plan.yaml", policies=["h2o"], budgets=[12], **QUICK)
 

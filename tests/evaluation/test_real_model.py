@@ -70,7 +70,7 @@ def found(smollm2, prose, tmp_path_factory):
     }
     folder = tmp_path_factory.mktemp("run") / "run"
     results = kvtool.evaluate(recipe, folder, model=smollm2.model, tokenizer=smollm2.tokenizer)
-    return {row.arm: round(row.value * row.n) for row in results.results if row.metric == "em"}
+    return {row.variant: round(row.value * row.n) for row in results.results if row.metric == "em"}
 
 
 def test_the_full_cache_finds_numbers_and_readers_keep_them(found):

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import kvtool
-from kvtool.cache.files.tensor_file import digest_of
+from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.generation import compress, decode_step
 from tests.fuzz.contract import Case
 from tests.fuzz.mutate import mutate_bytes, mutate_data, odd_word

@@ -81,7 +81,7 @@ class RecipeFields:
 
     def case(self, random: Random) -> Case:
         single = {"policy": "h2o", "budget": {"tokens": 64}} if random.random() < 0.3 else {}
-        pair = {"arm": "h2o(recent=8)+caote", "than": "snapkv(window=8)", "budgets": [64]}
+        pair = {"variant": "h2o(recent=8)+caote", "than": "snapkv(window=8)", "budgets": [64]}
         claim = {"says": "a", "paper": "b", "pairs": [pair]} if random.random() < 0.2 else None
         data = {**RECIPE, "prefill": {"mode": "block", "block": 128}, **single, "claim": claim}
         self.file.write_text(json.dumps(changed(random, data)))

@@ -34,9 +34,9 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 import kvtool
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.families import check_supported
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.whole.cache import KVCache
 from kvtool.model_shape import RECURRENT, SLIDING, layer_kinds, stores_latents
 from kvtool.transformers_versions import eager_families, kv_sharing_layers
 from tests.coded import decoded_slots

@@ -13,9 +13,8 @@ import kvtool
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
 from kvtool.models import reference
-from kvtool.models.configuration import read_config
 from kvtool.models.folder import check_folder
-from kvtool.models.load import load, load_config, load_tokenizer
+from kvtool.models.load import load, load_config, load_tokenizer, read_config
 
 LAYER = "model.layers.0.self_attn.q_proj"
 PEFT = '''

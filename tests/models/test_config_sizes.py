@@ -4,13 +4,15 @@ import json
 import math
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import kvtool
 from kvtool.models.config_sizes import MOST_HEADS, MOST_LAYERS, check_sizes
-from kvtool.models.configuration import read_config
-from kvtool.models.load import load_config
+from kvtool.models.load import load_config, read_config
 from tests.models.published import LLAMA_3, QWEN_3
 from tests.models.tiny import tiny_config
+from tests.models_for_tests import SIZES
 
 PHI = {"hidden_size": 64, "num_attention_heads": 4}
 FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -37,9 +39,7 @@ FACTORS = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2
         {"rope_theta": math.nan},
         {"rope_scaling": {"factor": -4.0}},
         {"rope_parameters": {"rope_theta": [1]}},
-        {"rope_scaling": FACTORS | {"short_factor": [1.0] * 3}},
         {"rope_scaling": FACTORS | {"long_factor": [math.nan] * 8}},
-        {"rope_scaling": FACTORS, "partial_rotary_factor": 0.5},
         {"deep": json.loads("[" * 100 + "]" * 100)},
     ],
     ids=lambda change: str(change)[:60],
@@ -74,6 +74,14 @@ def _names(data):
 )
 def test_sizes_of_models_pass(data):
     check_sizes("m", data)
+
+
+@pytest.mark.parametrize("change", [{"short_factor": [1.0] * 3}, {"partial_rotary_factor": 0.5}])
+def test_factors_of_another_count_end_the_first_forward(change):
+    rope = FACTORS | {"rope_theta": 1e4, "original_max_position_embeddings": 32}
+    config = AutoConfig.for_model("llama", **SIZES, rope_parameters=rope | change)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        AutoModelForCausalLM.from_config(config)(torch.ones(1, 8, dtype=torch.long))
 
 
 @pytest.mark.parametrize(("read", "family"), [(read_config, "llama"), (load_config, "gpt2")])

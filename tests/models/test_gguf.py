@@ -6,12 +6,12 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.identity import config_hash
+from kvtool.models import checkpoint
 from kvtool.models import load as loading
-from kvtool.models.configuration import read_config
+from kvtool.models.checkpoint import RULES
 from kvtool.models.folder import check_folder, find_source
-from kvtool.models.gguf_header import read_header
-from kvtool.models.gguf_tokens import RULES
-from kvtool.models.load import load, load_config, load_tokenizer
+from kvtool.models.gguf import read_header
+from kvtool.models.load import load, load_config, load_tokenizer, read_config
 from kvtool.models.notes import model_note
 from tests.models import tiny_gguf
 
@@ -69,7 +69,7 @@ def test_dtype_to_unpack_into(file, tmp_path):
     assert load_config(str(file)).dtype == torch.float32
     assert load_config(str(packed)).dtype == torch.bfloat16
     assert load(str(packed), dtype="float16").model.dtype == torch.float16
-    weights, _ = loading.load_gguf_weights(
+    weights, _ = checkpoint.load_gguf_weights(
         find_source(str(packed)).gguf, False, config=load_config(str(packed)), dtype="auto"
     )
     assert weights.dtype == torch.bfloat16

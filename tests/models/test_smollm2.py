@@ -66,7 +66,7 @@ def test_the_folder_is_made_once(package, folder, monkeypatch):
     assert find_source("smollm2") == ("smollm2", str(folder), None)
     assert f"in {folder})" in model_note("smollm2")
     assert load_weights(folder)["model.norm.weight"].dtype == torch.bfloat16
-    monkeypatch.setattr("kvtool.models.load.fill_folder", refuse)
+    monkeypatch.setattr("kvtool.models.checkpoint.fill_folder", refuse)
     second = load("smollm2")
     assert first.config_hash == second.config_hash
     for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):

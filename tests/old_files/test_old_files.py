@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 
 import kvtool
 from kvtool.cli.main import main
+from kvtool.documents.claim import Claim
+from kvtool.documents.results import ResultsDocument
 from kvtool.models.load import load
 from tests.old_files.make import CACHES, DATA, EVAL, go_on, make_cache, tensors
 
@@ -19,6 +21,7 @@ pytestmark = pytest.mark.few(2)
 
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 MOVING = ("started", "finished", "git_commit", "argv", "environment", "kvtool", "name")
+RENAMED = {"arm": "variant", "arms": "variants"}
 NEW = ("samples", "differences", "pairs")  # beside the results; what the older files lack
 
 
@@ -55,7 +58,7 @@ def test_a_saved_cache_is_saved_again_as_it_was(name, tmp_path):
 def labels(path: Path) -> dict[str, str]:
     with safe_open(path, framework="pt") as file:
         said = file.metadata()
-    moving = ("kvtool", "sha256", "weights_sha256")  # the last is what the older files lack
+    moving = ("kvtool", "sha256", "weights_sha256", "weights_hash")  # which older files lack
     return {key: value for key, value in said.items() if key not in moving}
 
 
@@ -97,7 +100,7 @@ def without_seconds(part):
         return part
     differs = ("peak_memory_bytes", *NOT_YET_RECORDED)
     return {
-        key: without_seconds(each)
+        RENAMED.get(key, key): without_seconds(each)
         for key, each in part.items()
         if not key.endswith("_s") and key not in differs
     }
@@ -116,6 +119,17 @@ def samples(folder: Path) -> dict[str, list]:
         ]
         for path in files
     }
+
+
+def test_variants_are_read_under_their_old_name():
+    old = json.loads((DATA / "run" / "results.json").read_text())
+    found = ResultsDocument(**old)
+    assert [each.name for each in found.variants] == [each["name"] for each in old["arms"]]
+    assert [each.variant for each in found.results] == [each["arm"] for each in old["results"]]
+    assert '"arm' not in found.to_json()
+    assert ResultsDocument(**json.loads(found.to_json())) == found
+    pairs = [Claim(says="a", pairs=[{key: "h2o", "than": "tova"}]) for key in ("arm", "variant")]
+    assert pairs[0] == pairs[1]
 
 
 @pytest.mark.exhaustive

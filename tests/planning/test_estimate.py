@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.entry.build import build_cache
 from kvtool.cache.hooks.attach import attach
 from kvtool.errors import UsageError
 from kvtool.generation import compress

@@ -32,14 +32,14 @@ def measured(gains, task="niah", full=0.8, low=-0.02, **changes):
         costs = cost(arm("h2o"), prompt=PROMPT)
         fields = {"paired": pair, "cost": costs, **changes}
         one = result(FULL, task, full + gain, full, **fields)
-        found.append(one.model_copy(update={"arm": entry.name}))
+        found.append(one.model_copy(update={"variant": entry.name}))
     return found
 
 
 def run_of(results, arms):
     arms = [FULL, *arms]
     verdict = make_verdict(results, arms, 5)
-    return document().model_copy(update={"arms": arms, "results": results, "verdict": verdict})
+    return document().model_copy(update={"variants": arms, "results": results, "verdict": verdict})
 
 
 def place(size, profiled=None, **changes):

@@ -15,7 +15,7 @@ from kvtool import KvtoolError, UsageError, parse_policy
 from kvtool.cache.hooks.modules import _read, find_projections
 from kvtool.cache.steps import block as block_module
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.shared import can_share, prefill_shared
+from kvtool.generation.shared_prefill import can_share, prefill_shared
 from kvtool.maths import projection
 from kvtool.maths.projection import projected_lengths
 from kvtool.maths.selection import keep_top

@@ -10,9 +10,9 @@ import torch
 
 import kvtool
 from kvtool import KvtoolError, UsageError, parse_policy
-from kvtool.cache import cache as cache_module
 from kvtool.cache.features import repetition
 from kvtool.cache.features.repetition import Instructions, Repetition
+from kvtool.cache.whole import cache as cache_module
 from kvtool.generation import compress, generate, prefill
 from kvtool.maths.projection import weights_by_output
 from kvtool.models.load import load

@@ -11,7 +11,7 @@ from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.quest import Quest
 from kvtool.policies.scores.h2o import H2O
-from kvtool.policies.scores.rocketkv_mt import RocketKVMT
+from kvtool.policies.scores.rocketkv import RocketKVMT
 from kvtool.policies.scores.snapkv import SnapKV
 from kvtool.policies.table import BASES, policy_class
 

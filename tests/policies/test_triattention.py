@@ -14,8 +14,8 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.pairs import pair_lengths
 from kvtool.maths.rotation import Rotation
+from kvtool.policies.every import Every
 from kvtool.policies.evidence import MomentsAsked, QueryMoments
-from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.triattention import pull_of_centres, standardised

@@ -29,8 +29,8 @@ COMMAND = "profile --metrics query_centres --samples 2 --tokens 128 -o profile.y
 
 def written(model, path, samples=2, tokens=60):
     """The file of a profile of a small model."""
-    from kvtool.cache.files.heads import heads_metadata
-    from kvtool.cache.files.tensor_file import write_tensors
+    from kvtool.cache.tensor_files.heads import heads_metadata
+    from kvtool.cache.tensor_files.tensor_file import write_tensors
 
     found = measure(model, [random_ids(tokens, seed=seed) for seed in range(samples)], PLAN)
     write_tensors(path, found, heads_metadata(found))
@@ -170,7 +170,7 @@ def test_a_process_takes_the_centres_of_its_own_heads():
     )
     part = Moments(layer.policy.moments, None, centres=centres)
     call = SimpleNamespace(query=torch.zeros(3, 4, 5, 16), scale=1.0)
-    part.note_queries(layer, call, None)
+    part._take(centres, layer, call.query)
     assert torch.equal(part.state["mean"], centres.mean[4:].expand(3, -1, -1))
     assert torch.equal(part.state["lengths"], centres.lengths[4:].expand(3, -1, -1))
 
@@ -218,8 +218,8 @@ def test_a_file_that_lacks_them_or_was_changed_is_refused(tmp_path):
 
 
 def test_changed_key_bases_are_refused_as_well(tmp_path, monkeypatch):
-    from kvtool.cache.files.heads import heads_metadata
-    from kvtool.cache.files.tensor_file import write_tensors
+    from kvtool.cache.tensor_files.heads import heads_metadata
+    from kvtool.cache.tensor_files.tensor_file import write_tensors
 
     path, bases = tmp_path / "a.safetensors", {"key_basis": torch.eye(16).expand(2, 2, 16, 16)}
     bases = {name: tensor.contiguous() for name, tensor in bases.items()}

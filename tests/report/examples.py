@@ -34,7 +34,7 @@ DEPTHS = (0, 10, 20, 30, 40, 50, 60, 70, 80, 90, 100)
 LAYERS = 6
 
 
-def arms(policies=POLICIES, budgets=BUDGETS) -> list[VariantEntry]:
+def variants(policies=POLICIES, budgets=BUDGETS) -> list[VariantEntry]:
     found = [VariantEntry(name="full", policy="full", budget=None, prefill="full")]
     for policy in policies:
         base, _, codec = policy.rpartition("+")
@@ -46,42 +46,42 @@ def arms(policies=POLICIES, budgets=BUDGETS) -> list[VariantEntry]:
     return found
 
 
-def quality(arm: VariantEntry) -> float:
+def quality(variant: VariantEntry) -> float:
     """From 0 to 1; 1 for the full cache."""
-    if arm.budget is None:
+    if variant.budget is None:
         return 1.0
-    base = arm.policy.removesuffix(f"+{arm.codec}")
-    return min(1.0, POLICIES.get(base, 0.5) + 0.1 * math.log2(int(arm.budget) / 64))
+    base = variant.policy.removesuffix(f"+{variant.codec}")
+    return min(1.0, POLICIES.get(base, 0.5) + 0.1 * math.log2(int(variant.budget) / 64))
 
 
-def cost(arm: VariantEntry, prompt: int = 640, new: int = 8) -> Cost:
-    kept = prompt + new if arm.budget is None else int(arm.budget)
-    slot, whole = 2 * LAYERS * 2 * CODECS.get(arm.codec, 16 * 4), 2 * LAYERS * 2 * 16 * 4
-    rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
+def cost(variant: VariantEntry, prompt: int = 640, new: int = 8) -> Cost:
+    kept = prompt + new if variant.budget is None else int(variant.budget)
+    slot, whole = 2 * LAYERS * 2 * CODECS.get(variant.codec, 16 * 4), 2 * LAYERS * 2 * 16 * 4
+    rate = 40.0 if variant.budget is None else 36 + 512 / int(variant.budget)
     return Cost(
         prompt_tokens=prompt,
         new_tokens=new,
         kept_tokens=kept,
         kv_bytes=slot * kept,
-        state_bytes=0 if arm.policy in ("full", "streaming") else 48 * kept,
+        state_bytes=0 if variant.policy in ("full", "streaming") else 48 * kept,
         full_bytes=whole * (prompt + new),
         peak_kv_bytes=slot * (prompt + new),
         traffic_pairs=prompt,
         traffic_bytes=slot * prompt,
         peak_memory_bytes=None,
-        prefill_s=0.25 if arm.budget is None else 0.3,
+        prefill_s=0.25 if variant.budget is None else 0.3,
         decode_s=new / rate,
-        prefill_tokens_per_s=prompt / (0.25 if arm.budget is None else 0.3),
+        prefill_tokens_per_s=prompt / (0.25 if variant.budget is None else 0.3),
         decode_tokens_per_s=rate,
         allocated_bytes=slot * (kept + 4),
         kept_per_layer=[kept + layer for layer in range(LAYERS)],
     )
 
 
-def result(arm: VariantEntry, task: str, value: float | None, full: float | None, **changes):
+def result(variant: VariantEntry, task: str, value: float | None, full: float | None, **changes):
     """One task under one variant; `full` is the value of the full cache."""
     fields = {
-        "arm": arm.name,
+        "variant": variant.name,
         "task": task,
         "version": 1,
         "metric": "em",
@@ -99,7 +99,7 @@ def result(arm: VariantEntry, task: str, value: float | None, full: float | None
         "metrics": [],
         "cells": [],
         "curves": [],
-        "cost": cost(arm),
+        "cost": cost(variant),
     }
     fields.update(changes)
     if not fields["metrics"]:
@@ -110,75 +110,77 @@ def result(arm: VariantEntry, task: str, value: float | None, full: float | None
     return TaskResult(**fields)
 
 
-def niah(arm: VariantEntry) -> TaskResult:
+def niah(variant: VariantEntry) -> TaskResult:
     """Recent needles are found, early ones the less the longer the context."""
     cells = []
     for length in LENGTHS:
         for depth in DEPTHS:
-            reach = quality(arm) * 1.3 - (length / 1024) * (1 - depth / 100) * 0.9
-            value = 1.0 if arm.budget is None else max(0.0, min(1.0, reach))
+            reach = quality(variant) * 1.3 - (length / 1024) * (1 - depth / 100) * 0.9
+            value = 1.0 if variant.budget is None else max(0.0, min(1.0, reach))
             cells.append(
                 CellEntry(at={"length": length, "depth": depth}, value=value, n=4, stderr=0.1)
             )
     mean = sum(cell.value for cell in cells) / len(cells)
-    return result(arm, "niah", mean, 1.0, cells=cells, n=4 * len(cells), stderr=0.02)
+    return result(variant, "niah", mean, 1.0, cells=cells, n=4 * len(cells), stderr=0.02)
 
 
-def multikey(arm: VariantEntry) -> TaskResult:
-    value = 96 * quality(arm)
+def multikey(variant: VariantEntry) -> TaskResult:
+    value = 96 * quality(variant)
     cells = [
         CellEntry(at={"length": length}, value=value * (1.1 - length / 5120), n=10, stderr=4.0)
         for length in (512, 1024)
     ]
     settings = {"metric": "string_match", "best": 100.0, "stderr": 3.1, "cells": cells}
-    return result(arm, "ruler/niah_multikey_1", value, 96.0, **settings)
+    return result(variant, "ruler/niah_multikey_1", value, 96.0, **settings)
 
 
-def tracing(arm: VariantEntry) -> TaskResult:
+def tracing(variant: VariantEntry) -> TaskResult:
     settings = {"metric": "string_match", "best": 100.0, "stderr": 2.5, "query_aware": False}
-    return result(arm, "ruler/vt", 80 * quality(arm), 80.0, **settings)
+    return result(variant, "ruler/vt", 80 * quality(variant), 80.0, **settings)
 
 
-def fidelity(arm: VariantEntry) -> TaskResult:
-    value = 0.5 + 0.5 * quality(arm)
+def fidelity(variant: VariantEntry) -> TaskResult:
+    value = 0.5 + 0.5 * quality(variant)
     metrics = [
         MetricEntry(name="agreement", value=value, n=20, stderr=0.01),
-        MetricEntry(name="kl", value=1 - quality(arm), n=20, stderr=0.02),
+        MetricEntry(name="kl", value=1 - quality(variant), n=20, stderr=0.02),
         MetricEntry(name="exact_match", value=None, n=0, stderr=None),
     ]
-    return result(arm, "fidelity", value, 1.0, metric="agreement", metrics=metrics, stderr=0.01)
+    return result(variant, "fidelity", value, 1.0, metric="agreement", metrics=metrics, stderr=0.01)
 
 
-def ppl(arm: VariantEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
+def ppl(variant: VariantEntry, in_blocks: tuple[str, ...] = ()) -> TaskResult:
     """Perplexity, of the policies `in_blocks` fed 128 tokens at a time."""
     positions = [2**power for power in range(11)]
-    nll = [2.2 - quality(arm) * 0.1 * math.log2(position) for position in positions]
-    if arm.policy == "streaming" and arm.budget == 64:
+    nll = [2.2 - quality(variant) * 0.1 * math.log2(position) for position in positions]
+    if variant.policy == "streaming" and variant.budget == 64:
         nll = [*nll[:7], 4.1, 5.0, 5.6, 5.9]  # collapses past its budget
     curve = CurveEntry(
         name="nll by position", x=positions, y=nll, x_label="position (tokens)", y_label="mean NLL"
     )
     metrics = [
         MetricEntry(name="ppl", value=math.exp(nll[-1]), n=20, stderr=None),
-        MetricEntry(name="chunk", value=128 if arm.policy in in_blocks else 1, n=20, stderr=None),
+        MetricEntry(
+            name="chunk", value=128 if variant.policy in in_blocks else 1, n=20, stderr=None
+        ),
     ]
     settings = {"metric": "ppl", "best": None, "lower_is_better": True, "stderr": None}
     settings["metrics"] = metrics
-    return result(arm, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
+    return result(variant, "ppl", math.exp(nll[-1]), math.exp(1.2), curves=[curve], **settings)
 
 
-def output_error(arm: VariantEntry) -> TaskResult:
+def output_error(variant: VariantEntry) -> TaskResult:
     layers = list(range(LAYERS))
-    error = [(1.0 - quality(arm)) * (0.2 + 0.1 * layer) for layer in layers]
+    error = [(1.0 - quality(variant)) * (0.2 + 0.1 * layer) for layer in layers]
     curve = CurveEntry(
         name="error by layer", x=layers, y=error, x_label="layer", y_label="output error"
     )
     settings = {"metric": "error", "best": 0.0, "lower_is_better": True}
-    return result(arm, "output-error", sum(error) / LAYERS, 0.0, curves=[curve], **settings)
+    return result(variant, "output-error", sum(error) / LAYERS, 0.0, curves=[curve], **settings)
 
 
-def speed(arm: VariantEntry) -> TaskResult:
-    rate = 40.0 if arm.budget is None else 36 + 512 / int(arm.budget)
+def speed(variant: VariantEntry) -> TaskResult:
+    rate = 40.0 if variant.budget is None else 36 + 512 / int(variant.budget)
     cells = [
         CellEntry(
             at={"length": length, "new_tokens": 16}, value=rate * 640 / length, n=3, stderr=0.5
@@ -186,7 +188,7 @@ def speed(arm: VariantEntry) -> TaskResult:
         for length in (256, 512, 1024)
     ]
     settings = {"metric": "decode_tokens_per_s", "best": None, "stderr": 0.4}
-    return result(arm, "speed", rate, 40.0, cells=cells, **settings)
+    return result(variant, "speed", rate, 40.0, cells=cells, **settings)
 
 
 BUILDERS = {
@@ -204,8 +206,8 @@ def document(
     tasks=tuple(BUILDERS), policies=POLICIES, budgets=BUDGETS, **changes
 ) -> ResultsDocument:
     """A finished run of every variant on every task."""
-    entries = arms(policies, budgets)
-    results = [BUILDERS[task](arm) for task in tasks for arm in entries]
+    entries = variants(policies, budgets)
+    results = [BUILDERS[task](variant) for task in tasks for variant in entries]
     fields = {
         "name": "needle-compare",
         "kvtool": "0.2.0",
@@ -236,25 +238,30 @@ def document(
             trained_length=512,
         ),
         "seed": 0,
-        "arms": entries,
+        "variants": entries,
         "results": results,
         "averages": [
             Average(
-                arm=arm.name,
+                variant=variant.name,
                 suite="ruler",
                 tasks=["ruler/niah_multikey_1", "ruler/vt"],
-                value=88 * quality(arm),
-                delta=88 * (quality(arm) - 1),
+                value=88 * quality(variant),
+                delta=88 * (quality(variant) - 1),
             )
-            for arm in entries
+            for variant in entries
             if {"ruler/niah_multikey_1", "ruler/vt"} <= set(tasks)
         ],
         "gates": [
             GateResult(
-                gate="least", arm="roco@64", task="niah", value=0.55, limit=0.9, passed=False
+                gate="least", variant="roco@64", task="niah", value=0.55, limit=0.9, passed=False
             ),
             GateResult(
-                gate="max_drop", arm="snapkv@256", task="niah", value=0.0, limit=2.0, passed=True
+                gate="max_drop",
+                variant="snapkv@256",
+                task="niah",
+                value=0.0,
+                limit=2.0,
+                passed=True,
             ),
         ],
     }
@@ -262,9 +269,9 @@ def document(
     return ResultsDocument(**fields)
 
 
-def changed(run: ResultsDocument, arm: str, **update) -> ResultsDocument:
+def changed(run: ResultsDocument, variant: str, **update) -> ResultsDocument:
     """The same run with other results of one variant."""
-    results = [r.model_copy(update=update) if r.arm == arm else r for r in run.results]
+    results = [r.model_copy(update=update) if r.variant == variant else r for r in run.results]
     return run.model_copy(update={"results": results})
 
 
@@ -281,12 +288,12 @@ def line(panel, label):
 HOST_BYTES = 2.0**19
 
 
-def with_host_memory(run: ResultsDocument, arm: str) -> ResultsDocument:
+def with_host_memory(run: ResultsDocument, variant: str) -> ResultsDocument:
     """The same run, in which a variant has evicted tokens in host memory."""
     more = {"host_bytes": HOST_BYTES}
     results = [
         each.model_copy(update={"cost": each.cost.model_copy(update=more)})
-        if each.arm == arm
+        if each.variant == variant
         else each
         for each in run.results
     ]

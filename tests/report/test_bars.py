@@ -3,7 +3,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 
-from kvtool.report.bars import cost_figure
+from kvtool.report.cost_pictures import cost_figure
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.formats import share
 from kvtool.report.panels import drawing
@@ -20,8 +20,8 @@ def drawn(run):
     for panel in panels:
         bars = {}
         for patch in panel.patches:
-            arm = places[round(patch.get_y() + patch.get_height() / 2, 6)]
-            bars.setdefault(arm, []).append(patch)
+            variant = places[round(patch.get_y() + patch.get_height() / 2, 6)]
+            bars.setdefault(variant, []).append(patch)
         found.append(bars)
     return panels, found
 
@@ -30,11 +30,13 @@ def test_bars_are_shares_of_the_full_cache_with_the_state_hatched_behind():
     run = document(("niah",), {"streaming": 1, "h2o": 1})
     spent = spent_by_variant(run)
     _, (sizes, *_) = drawn(run)
-    assert list(sizes) == [arm.name for arm in run.arms]
-    for arm, (kv, state) in sizes.items():
-        assert kv.get_width() == pytest.approx(spent[arm].kv_bytes / spent[arm].full_bytes)
+    assert list(sizes) == [variant.name for variant in run.variants]
+    for variant, (kv, state) in sizes.items():
+        assert kv.get_width() == pytest.approx(spent[variant].kv_bytes / spent[variant].full_bytes)
         assert state.get_x() == kv.get_width()
-        assert state.get_width() == pytest.approx(spent[arm].state_bytes / spent[arm].full_bytes)
+        assert state.get_width() == pytest.approx(
+            spent[variant].state_bytes / spent[variant].full_bytes
+        )
         assert state.get_hatch()
     assert sizes["full"][0].get_width() == 1
     assert sizes["streaming@64"][1].get_width() == 0
@@ -56,7 +58,7 @@ def test_speeds_are_multiples_of_the_full_cache():
 
 def test_without_a_full_cache_there_are_bytes_only():
     run = document(("niah",), {"h2o": 1}, (64,))
-    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
+    run = run.model_copy(update={"variants": run.variants[1:], "results": run.results[1:]})
     panels, _ = drawn(run)
     assert len(panels) == 1
 

@@ -10,12 +10,13 @@ from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
+
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.verdict import make_verdict
-from kvtool.report.held import front_of, held_figure, held_points
 from kvtool.report.panels import covered, drawing, looks
 from kvtool.report.results import costs
-from kvtool.report.results_layout import summary_table
+from kvtool.report.results_text import summary_table
+from kvtool.report.score_lines import front_of, held_figure, held_points
 from kvtool.report.variants import families
 from kvtool.report.view import rows_of
 from kvtool.report.words import notes
@@ -114,19 +115,19 @@ def test_the_verdict_names_the_fewest_bytes_whatever_the_tokens():
     pair = Paired(n=20, full=1.0, difference=0.0, low=-0.01, high=0.01, speed=None)
     lost = pair.model_copy(update={"difference": -0.5, "low": -0.6, "high": -0.4})
     run = RUN
-    for arm in RUN.arms[1:]:
-        near = arm.name in ("h2o@64", "h2o@256", "h2o+int4@128", "full+int8")
-        run = changed(run, arm.name, paired=pair if near else lost)
-    choice = make_verdict(run.results, run.arms, 5).choices[0]
-    assert (choice.by, choice.arm) == ("bytes", "h2o+int4@128")
+    for variant in RUN.variants[1:]:
+        near = variant.name in ("h2o@64", "h2o@256", "h2o+int4@128", "full+int8")
+        run = changed(run, variant.name, paired=pair if near else lost)
+    choice = make_verdict(run.results, run.variants, 5).choices[0]
+    assert (choice.by, choice.variant) == ("bytes", "h2o+int4@128")
     assert choice.cost == 132 * 24 * 10 + 48 * 128
     assert choice.full == 652 * 24 * 64
     run = changed(changed(run, "h2o+int4@128", paired=lost), "h2o@64", paired=lost)
-    choice = make_verdict(run.results, run.arms, 5).choices[0]
-    assert choice.arm == "full+int8", "it holds fewer bytes than h2o@256"
+    choice = make_verdict(run.results, run.variants, 5).choices[0]
+    assert choice.variant == "full+int8", "it holds fewer bytes than h2o@256"
 
 
 def test_rows_of_a_data_frame_name_the_codec():
-    codecs = {row["arm"]: row["codec"] for row in rows_of(RUN)}
+    codecs = {row["variant"]: row["codec"] for row in rows_of(RUN)}
     assert codecs["h2o+int4@64"] == "int4"
     assert codecs["h2o@64"] is None

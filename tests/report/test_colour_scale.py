@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvtool.report.colour_scale import CIVIDIS, colour_at, ink_on
-from kvtool.report.kept.terminal import SHADES
+from kvtool.report.kept.text import SHADES
 from tests.colour_vision import keeps_order, lightness
 
 STEPS = [i / 20 for i in range(21)]

@@ -1,9 +1,9 @@
 import pytest
 
 from kvtool.report.costs import relative, spent_by_variant, spent_on
-from tests.report.examples import arms, cost, document, result
+from tests.report.examples import cost, document, result, variants
 
-FULL, H2O = arms({"h2o": 0.5}, (64,))
+FULL, H2O = variants({"h2o": 0.5}, (64,))
 
 
 def test_costs_are_means_over_samples_not_over_tasks():

@@ -1,7 +1,7 @@
 """Variants against each other in words, on a terminal and on a page."""
 
 from kvtool.documents.verdict import Difference
-from kvtool.report.results_layout import results_tables
+from kvtool.report.results_text import results_tables
 from kvtool.report.words import differences_in_words, differences_table, said
 from tests.report.examples import document
 from tests.report.test_tables import printed
@@ -10,7 +10,7 @@ from tests.report.test_tables import printed
 def difference(value, low, high, **changes):
     fields = {
         "task": "niah",
-        "arm": "h2o+caote@64",
+        "variant": "h2o+caote@64",
         "against": "h2o@64",
         "because": "base",
         "n": 50,

@@ -9,17 +9,16 @@ import pytest
 
 from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Difference
-from kvtool.evaluation.corrected import corrected
+from kvtool.evaluation.pairs import corrected
 from kvtool.report.costs import UNTESTED, is_tested
-from kvtool.report.export import latex, markdown
-from kvtool.report.labels import labelled
 from kvtool.report.results import summary_with_costs
+from kvtool.report.results_text import latex, markdown
 from kvtool.report.table import Cell, Column, Note, Row, Table
-from kvtool.report.variants import wrap
+from kvtool.report.variants import labelled, wrap
 from tests.report.examples import cost, document, result
 
 MINE = "my_module:Peak(recent=8)+caote"
-ARMS = [
+VARIANTS = [
     VariantEntry(name="full", policy="full", budget=None, prefill="full"),
     VariantEntry(name="h2o@64", policy="h2o", budget=64, prefill="full"),
     VariantEntry(
@@ -28,19 +27,25 @@ ARMS = [
 ]
 
 
-def made(arms=ARMS, shares=(0.0, 1.0, 0.1), **changes):
+def made(variants=VARIANTS, shares=(0.0, 1.0, 0.1), **changes):
     results = [
-        result(arm, "niah", 0.5, 1.0, cost=cost(arm).model_copy(update={"evicted_share": share}))
-        for arm, share in zip(arms, shares, strict=True)
+        result(
+            variant,
+            "niah",
+            0.5,
+            1.0,
+            cost=cost(variant).model_copy(update={"evicted_share": share}),
+        )
+        for variant, share in zip(variants, shares, strict=True)
     ]
-    fields = {"arms": list(arms), "results": results, "averages": [], "gates": []}
+    fields = {"variants": list(variants), "results": results, "averages": [], "gates": []}
     return document().model_copy(update=fields | {"verdict": None, "differences": []} | changes)
 
 
 def asked(p, p_holm=None):
     found = Difference(
         task="niah",
-        arm=f"{MINE}@64",
+        variant=f"{MINE}@64",
         against="h2o@64",
         because="asked",
         n=20,
@@ -56,7 +61,7 @@ def asked(p, p_holm=None):
 
 def test_csv_has_every_variant_and_task_in_full():
     rows = list(csv.DictReader(io.StringIO(made().table(form="csv"))))
-    assert [row["arm"] for row in rows] == [arm.name for arm in ARMS]
+    assert [row["variant"] for row in rows] == [variant.name for variant in VARIANTS]
     assert [row["label"] for row in rows] == ["full", "h2o", "peak(recent=8)+caote"]
     assert [row["value"] for row in rows] == ["0.5"] * 3
     assert [row["new_tokens"] for row in rows] == ["8.0"] * 3
@@ -87,16 +92,19 @@ def test_tables_use_labels_and_never_the_module():
 
 
 def test_two_of_one_label_keep_their_names():
-    twin = ARMS[2].model_copy(update={"name": "b:Peak@64", "policy": "b:Peak"})
-    twin = twin.model_copy(update={"label": ARMS[2].label})
-    shown = labelled(made([*ARMS, twin], (0.0, 1.0, 1.0, 1.0)))
-    assert [arm.name for arm in shown.arms] == [*(arm.name for arm in ARMS), "b:Peak@64"]
+    twin = VARIANTS[2].model_copy(update={"name": "b:Peak@64", "policy": "b:Peak"})
+    twin = twin.model_copy(update={"label": VARIANTS[2].label})
+    shown = labelled(made([*VARIANTS, twin], (0.0, 1.0, 1.0, 1.0)))
+    assert [variant.name for variant in shown.variants] == [
+        *(variant.name for variant in VARIANTS),
+        "b:Peak@64",
+    ]
     assert labelled(labelled(made())) == labelled(made())
 
 
 def test_markdown_by_hand():
     table = Table(
-        [Column("arm", words=True), Column("niah", "em")],
+        [Column("variant", words=True), Column("niah", "em")],
         [Row("a|b", [Cell("0.5", (Note("±0.1"), Note("", width=3)))])],
     )
     assert markdown(table) == "| policy | niah em |\n| --- | ---: |\n| a\\|b | 0.5 ±0.1 |"
@@ -104,7 +112,7 @@ def test_markdown_by_hand():
 
 def test_latex_by_hand():
     table = Table(
-        [Column("arm", words=True), Column("K/V", "of full")],
+        [Column("variant", words=True), Column("K/V", "of full")],
         [
             Row("full", [Cell("100%")], first=True),
             Row("my_score", [Cell("<1°")], first=True),
@@ -134,12 +142,12 @@ def test_a_cell_below_a_fifth_is_marked():
         ({"codec": "int8"}, 0.0, True),
         ({"budget": None}, 0.0, True),
     ]:
-        arm = ARMS[1].model_copy(update=changes)
-        spent = cost(arm).model_copy(update={"evicted_share": share})
-        one = result(arm, "niah", 0.5, 1.0, cost=spent)
-        assert is_tested(one, arm) == tested, (changes, share)
-        results = [result(ARMS[0], "niah", 1.0, 1.0), one]
-        run = made([ARMS[0], arm], (0.0, 1.0)).model_copy(update={"results": results})
+        variant = VARIANTS[1].model_copy(update=changes)
+        spent = cost(variant).model_copy(update={"evicted_share": share})
+        one = result(variant, "niah", 0.5, 1.0, cost=spent)
+        assert is_tested(one, variant) == tested, (changes, share)
+        results = [result(VARIANTS[0], "niah", 1.0, 1.0), one]
+        run = made([VARIANTS[0], variant], (0.0, 1.0)).model_copy(update={"results": results})
         cell = summary_with_costs(run).rows[1].cells[0]
         assert (UNTESTED in [note.text for note in cell.notes]) == (not tested)
 

@@ -1,7 +1,7 @@
 from kvtool.report import formats
-from tests.report.examples import arms, result
+from tests.report.examples import result, variants
 
-ARM = arms()[1]
+VARIANT = variants()[1]
 
 
 def test_scores_have_the_digits_of_their_scale():
@@ -27,7 +27,7 @@ def test_a_difference_is_better_in_the_direction_of_the_metric():
         (0.0001, False, ""),  # nothing at the digits shown
         (None, False, ""),
     ]:
-        made = result(ARM, "a", 0.5, 0.5, delta=delta, lower_is_better=lower_is_better)
+        made = result(VARIANT, "a", 0.5, 0.5, delta=delta, lower_is_better=lower_is_better)
         assert formats.tone(made) == tone
 
 

@@ -4,8 +4,7 @@ pytest.importorskip("matplotlib")
 
 import numpy as np
 
-from kvtool.report.heatmap import needle_figure
-from kvtool.report.needles import needle_tasks
+from kvtool.report.needles import needle_figure, needle_tasks
 from kvtool.report.panels import drawing
 from tests.report.examples import DEPTHS, LENGTHS, document
 
@@ -15,8 +14,8 @@ def drawn(run, task="niah"):
         return needle_figure(run, task)
 
 
-def panel_of(figure, arm):
-    return next(p for p in figure.axes if p.get_title().split("\n")[0] == arm)
+def panel_of(figure, variant):
+    return next(p for p in figure.axes if p.get_title().split("\n")[0] == variant)
 
 
 def with_cells(run, change):
@@ -66,7 +65,9 @@ def test_the_full_cache_is_a_thin_row_of_means_over_depths():
     low = [
         cell.model_copy(update={"value": 0.0}) if cell.at["depth"] < 50 else cell for cell in cells
     ]
-    results = [r.model_copy(update={"cells": low}) if r.arm == "full" else r for r in run.results]
+    results = [
+        r.model_copy(update={"cells": low}) if r.variant == "full" else r for r in run.results
+    ]
     figure = drawn(run.model_copy(update={"results": results}))
     panel = panel_of(figure, "full")
     values = np.asarray(panel.get_images()[0].get_array())

@@ -13,19 +13,16 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvtool
-from kvtool.cache.kept import KeptLayer, KeptTokens
+from kvtool.cache.whole.report import KeptLayer, KeptTokens
 from kvtool.errors import UsageError
 from kvtool.models.load import load
-from kvtool.report.kept.page import kept_page
-from kvtool.report.kept.shaded import PART, ShadedText, token_pieces
-from kvtool.report.kept.terminal import in_brackets
-from kvtool.report.kept.text import KeptText
+from kvtool.report.kept.text import PART, KeptText, in_brackets, kept_page, token_pieces
 from tests.browser import ask
 
 TOKENS, LAYERS, HEADS = 21, 3, 2
 
 
-def shaded(mark=None, *, kind=ShadedText, tokens=TOKENS, pieces=None, seed=0, **changes):
+def shaded(mark=None, *, kind=KeptText, tokens=TOKENS, pieces=None, seed=0, **changes):
     """A text of which every layer and head holds other tokens."""
     source = torch.Generator().manual_seed(seed)
     layers = []
@@ -110,7 +107,7 @@ def test_32k_tokens_of_32_layers_and_8_heads_take_less_than_3_mb():
     pieces = tuple(words[i] for i in torch.randint(5, (tokens,), generator=source).tolist())
     score = torch.randint(256, (tokens,), generator=source).to(torch.uint8)
     told = KeptTokens(tokens, layers, "merged", 0, score)
-    page = kept_page([ShadedText("h2o+d2o-merge", "half", pieces, told, tokens)])
+    page = kept_page([KeptText("h2o+d2o-merge", "half", pieces, told, tokens)])
     assert len(page.encode()) < 3_000_000
 
 
@@ -212,10 +209,10 @@ def test_pieces_of_the_bundled_tokenizer_are_its_text():
 def test_without_colours_what_most_heads_hold_is_in_brackets():
     kept = torch.tensor([[1, 1, 0, 0, 1], [1, 0, 0, 1, 1]]).bool()
     told = KeptTokens(5, (KeptLayer(0, kept),))
-    text = ShadedText("h2o", "", ("a", " b", " c", " d", " e"), told, 5)
+    text = KeptText("h2o", "", ("a", " b", " c", " d", " e"), told, 5)
     assert in_brackets(text) == "[a b] c[ d e]"
     read = KeptTokens(5, (KeptLayer(0, torch.ones(2, 5).bool(), kept),), "read", 3)
-    assert in_brackets(ShadedText("quest", "", text.pieces, read, 5)) == "[a b] c[ d e]"
+    assert in_brackets(KeptText("quest", "", text.pieces, read, 5)) == "[a b] c[ d e]"
 
 
 # ---- from a cache

@@ -3,15 +3,17 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.report.heatmap import kept_by_layer, layers_figure
+from kvtool.report.needles import kept_by_layer, layers_figure
 from kvtool.report.panels import drawing
 from tests.report.examples import LAYERS, cost, document
 
 
 def test_each_layer_of_each_variant_has_its_number():
     run = document(("niah",), {"h2o": 1, "quest": 1}, (64, 128))
-    arms = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
-    run = run.model_copy(update={"arms": arms})
+    variants = [
+        variant.model_copy(update={"reads": variant.policy == "quest"}) for variant in run.variants
+    ]
+    run = run.model_copy(update={"variants": variants})
     with drawing():
         panel = layers_figure(run).axes[0]
     names = [tick.get_text() for tick in panel.get_yticklabels()]
@@ -31,6 +33,6 @@ def test_means_are_over_samples_and_runs_that_did_not_record_layers_have_none():
     kept = kept_by_layer(run.model_copy(update={"results": results}))["h2o@64"]
     share = first.n / (first.n + second.n)
     assert kept == pytest.approx([share * tokens for tokens in first.cost.kept_per_layer])
-    old = cost(run.arms[1]).model_copy(update={"kept_per_layer": []})
+    old = cost(run.variants[1]).model_copy(update={"kept_per_layer": []})
     results = [r.model_copy(update={"cost": old}) for r in run.results]
     assert kept_by_layer(run.model_copy(update={"results": results})) == {}

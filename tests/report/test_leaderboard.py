@@ -7,14 +7,14 @@ import pytest
 
 from kvtool.errors import UsageError
 from kvtool.evaluation.tasks.table import TASKS
-from kvtool.report.leaderboard import RULER, board_csv, check_board
-from tests.report.examples import arms, cost, document, result
+from kvtool.report.results_text import RULER, board_csv, check_board
+from tests.report.examples import cost, document, result, variants
 
-FULL, H2O = arms(["h2o"], [64])
+FULL, H2O = variants(["h2o"], [64])
 
 
-def ruler(arm, task, value, length=4096, **changes):
-    return result(arm, f"ruler/{task}", value, 100, settings={"lengths": [length]}, **changes)
+def ruler(variant, task, value, length=4096, **changes):
+    return result(variant, f"ruler/{task}", value, 100, settings={"lengths": [length]}, **changes)
 
 
 def read(results, **changes):
@@ -34,7 +34,7 @@ def test_the_columns_are_rulers_tasks_in_the_boards_order():
     assert list(row) == [*before, "question", *RULER, "score", "tasks"]
 
 
-def test_a_row_is_an_arm_with_what_it_has_removed_and_its_mean():
+def test_a_row_is_an_variant_with_what_it_has_removed_and_its_mean():
     full = [ruler(FULL, "vt", 81.0), ruler(FULL, "cwe", 40.126)]
     mine = [ruler(H2O, "vt", 50.0), ruler(H2O, "cwe", 30.0), result(H2O, "niah", 0.5, 1.0)]
     first, second = read([*full, *mine])

@@ -41,15 +41,17 @@ def test_a_point_is_a_budget_and_its_score():
 
 def test_policies_whose_budget_is_read_are_dashed_and_say_so():
     run = document(("niah",), {"h2o": 1, "quest": 1})
-    reading = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
-    panel = budgets(run.model_copy(update={"arms": reading}))["niah"]
+    reading = [
+        variant.model_copy(update={"reads": variant.policy == "quest"}) for variant in run.variants
+    ]
+    panel = budgets(run.model_copy(update={"variants": reading}))["niah"]
     assert container(panel, "h2o").lines[0].get_linestyle() == "-"
     assert container(panel, "quest (budget is read)").lines[0].get_linestyle() == "--"
 
 
 def test_scores_fed_in_blocks_have_hollow_markers():
     run = document(("ppl",), {"h2o": 1, "snapkv": 1})
-    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
+    results = [ppl(variant, in_blocks=("snapkv",)) for variant in run.variants]
     panel = budgets(run.model_copy(update={"results": results}))["ppl"]
     faces = {p: container(panel, p).lines[0].get_markerfacecolor() for p in ("h2o", "snapkv")}
     assert faces["snapkv"] == "white" != faces["h2o"]
@@ -103,8 +105,8 @@ def test_a_missing_score_is_a_gap_not_a_zero():
 def test_budgets_of_other_units_have_panels_of_their_own():
     run = document(("niah",), {"h2o": 1})
     spelled = {64: "10%", 128: "50%", 256: 256}
-    arms = [a.model_copy(update={"budget": spelled.get(a.budget)}) for a in run.arms]
-    run = run.model_copy(update={"arms": arms})
+    variants = [a.model_copy(update={"budget": spelled.get(a.budget)}) for a in run.variants]
+    run = run.model_copy(update={"variants": variants})
     with drawing():
         tokens, ratios = budget_figure(run).axes
     assert ratios.get_xlabel() == "budget (share of the prompt)"
@@ -120,8 +122,8 @@ def test_curves_have_a_panel_per_budget_and_the_full_cache_in_each():
     for budget in (64, 128, 256):
         panel = found[f"ppl, budget {budget}"]
         assert panel.get_xscale() == "log"
-        for label, arm in (("h2o", f"h2o@{budget}"), ("full", "full")):
-            [entry] = run.of(arm, "ppl").curves
+        for label, variant in (("h2o", f"h2o@{budget}"), ("full", "full")):
+            [entry] = run.of(variant, "ppl").curves
             assert list(line(panel, label).get_xdata()) == entry.x
             assert list(line(panel, label).get_ydata()) == entry.y
     assert line(found["ppl, budget 64"], "full").get_linestyle() == ":"
@@ -158,7 +160,7 @@ def test_likelihoods_are_less_those_of_the_full_cache_from_the_budget_on():
 
 def test_likelihoods_fed_in_other_blocks_than_to_the_full_cache_are_left_out():
     run = document(("ppl",), {"h2o": 1, "snapkv": 1})
-    results = [ppl(arm, in_blocks=("snapkv",)) for arm in run.arms]
+    results = [ppl(variant, in_blocks=("snapkv",)) for variant in run.variants]
     run = run.model_copy(update={"results": results})
     drawn = curve(run, "ppl", "nll by position")
     for panel in drawn.values():
@@ -171,7 +173,7 @@ def test_likelihoods_fed_in_other_blocks_than_to_the_full_cache_are_left_out():
 
 def test_likelihoods_without_a_full_cache_are_as_they_are():
     run = document(("ppl",), {"h2o": 1}, (64,))
-    run = run.model_copy(update={"arms": run.arms[1:], "results": run.results[1:]})
+    run = run.model_copy(update={"variants": run.variants[1:], "results": run.results[1:]})
     drawn = line(curve(run, "ppl", "nll by position")["ppl"], "h2o@64")
     assert list(drawn.get_ydata()) == run.of("h2o@64", "ppl").curves[0].y
 

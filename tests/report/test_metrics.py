@@ -3,13 +3,13 @@
 import ast
 import inspect
 
-from kvtool.evaluation.tasks import scbench_files
+from kvtool.evaluation.tasks import scbench
 from kvtool.evaluation.tasks.longbench import LongBench
 from kvtool.evaluation.tasks.table import TASKS, task_class
 from kvtool.report.metrics import METRICS, headline, meaning
-from tests.report.examples import arms, result
+from tests.report.examples import result, variants
 
-ARM = arms()[1]
+VARIANT = variants()[1]
 
 
 def in_source(module) -> set[str]:
@@ -33,7 +33,7 @@ def test_every_metric_of_every_task_is_told_in_words():
     names = {kind.metric for kind in classes.values()}
     for module in {inspect.getmodule(kind) for kind in classes.values()}:
         names |= in_source(module)
-    mixed = [form.kinds for form in scbench_files.FORMS.values() if len(form.kinds) > 1]
+    mixed = [kinds for kinds in scbench.FORMS.values() if len(kinds) > 1]
     names |= {kind for kinds in mixed for kind in kinds}
     names |= {
         LongBench(name=name, data={"path": "x"}).benchmark.metric
@@ -45,15 +45,15 @@ def test_every_metric_of_every_task_is_told_in_words():
 
 
 def test_headlines_say_units_and_where_better_is():
-    assert headline(result(ARM, "a", 0.5, 0.5)) == "exact match ↑"
+    assert headline(result(VARIANT, "a", 0.5, 0.5)) == "exact match ↑"
     percent = {"metric": "accuracy", "best": 100.0}
-    assert headline(result(ARM, "a", 0.5, 0.5, **percent)) == "accuracy (%) ↑"
+    assert headline(result(VARIANT, "a", 0.5, 0.5, **percent)) == "accuracy (%) ↑"
     bleu = {"metric": "bleu", "best": 100.0}
-    assert headline(result(ARM, "a", 0.5, 0.5, **bleu)) == "BLEU (0 to 100) ↑"
+    assert headline(result(VARIANT, "a", 0.5, 0.5, **bleu)) == "BLEU (0 to 100) ↑"
     nmse = {"metric": "nmse", "best": 0.0, "lower_is_better": True}
-    assert headline(result(ARM, "a", 0.5, 0.5, **nmse)) == "normalised squared error ↓"
+    assert headline(result(VARIANT, "a", 0.5, 0.5, **nmse)) == "normalised squared error ↓"
     speed = {"metric": "decode_tokens_per_s", "best": None}
-    assert headline(result(ARM, "a", 0.5, 0.5, **speed)) == "decode speed (tokens/s) ↑"
+    assert headline(result(VARIANT, "a", 0.5, 0.5, **speed)) == "decode speed (tokens/s) ↑"
     other = {"metric": "acc_norm,none", "best": 1.0}
-    assert headline(result(ARM, "a", 0.5, 0.5, **other)) == "acc norm,none ↑"
+    assert headline(result(VARIANT, "a", 0.5, 0.5, **other)) == "acc norm,none ↑"
     assert "harness" in meaning("acc_norm,none")

@@ -85,7 +85,7 @@ def test_tables_hold_scores_differences_and_costs(no_matplotlib):
     scores, costs, niah, *_ = rows
     found = run.of("h2o@64", "niah")
     assert scores[1] == f"{found.value:.3f} ±{found.stderr:.3f} {found.delta:+.3f}"
-    average = next(a for a in run.averages if a.arm == "h2o@64")
+    average = next(a for a in run.averages if a.variant == "h2o@64")
     assert scores[4] == f"{average.value:.1f} {average.delta:+.1f}"
     # held: 4 more slots than are filled, and the policy's 3 KiB
     expected = ["105.0 KiB", "9.31x", "96.0 KiB", "9.9%", "3.0 KiB", "0.300", "44.00", "1.10x"]
@@ -112,7 +112,7 @@ def test_wrong_answers_stand_beside_their_references(no_matplotlib):
     ]
     run = document(("niah", "ppl"), *SMALL)
     rows = Reader(page(run, {"niah": wrong})).rows
-    start = rows.index(["arm", "sample", "answer", "reference", "score"])
+    start = rows.index(["variant", "sample", "answer", "reference", "score"])
     assert rows[start + 1] == ["h2o@64", "length=512/3", "12 <b>", "124", "0.000"]
     assert rows[start + 2] == ["tova@64", "a, question 2", "x" * 240 + " …", "y or z", "50.0"]
     assert "Wrong answers" not in page(run)
@@ -121,7 +121,7 @@ def test_wrong_answers_stand_beside_their_references(no_matplotlib):
 def test_cells_are_told_where_they_are_few(no_matplotlib):
     run = document(("niah", "ruler/niah_multikey_1"), *SMALL)
     rows = Reader(page(run)).rows
-    assert ["arm", "length 512", "length 1024"] in rows
+    assert ["variant", "length 512", "length 1024"] in rows
     cells = run.of("tova@64", "ruler/niah_multikey_1").cells
     assert ["tova@64", *(f"{cell.value:.1f} ±4.0" for cell in cells)] in rows
     assert not any("depth" in header for row in rows for header in row)
@@ -135,14 +135,17 @@ def test_names_cannot_break_out_of_the_page():
             "name": evil,
             "argv": [evil],
             "model": run.model.model_copy(update={"id": evil}),
-            "arms": [run.arms[0], run.arms[1].model_copy(update={"name": evil, "policy": evil})],
+            "variants": [
+                run.variants[0],
+                run.variants[1].model_copy(update={"name": evil, "policy": evil}),
+            ],
             "results": [
                 r.model_copy(
                     update={
                         "task": evil,
                         "metric": evil,
                         "settings": {evil: evil},
-                        "arm": "full" if r.arm == "full" else evil,
+                        "variant": "full" if r.variant == "full" else evil,
                     }
                 )
                 for r in run.results

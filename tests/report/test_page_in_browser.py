@@ -50,11 +50,13 @@ return {
 def page(tmp_path_factory):
     pytest.importorskip("matplotlib")
     run = document(("niah", "fidelity", "ppl"), ("h2o", "h2o+int8", "full+int8", "snapkv", "quest"))
-    arms = [arm.model_copy(update={"reads": arm.policy == "quest"}) for arm in run.arms]
-    results = [ppl(arm, ("snapkv",)) for arm in arms]
+    variants = [
+        variant.model_copy(update={"reads": variant.policy == "quest"}) for variant in run.variants
+    ]
+    results = [ppl(variant, ("snapkv",)) for variant in variants]
     results = [each for each in run.results if each.task != "ppl"] + results
     path = tmp_path_factory.mktemp("page") / "report.html"
-    write_page(run.model_copy(update={"arms": arms, "results": results}), path)
+    write_page(run.model_copy(update={"variants": variants, "results": results}), path)
     return path
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.report.pictures import draw, file_name, pictures
-from tests.report.examples import arms, cost, document
+from tests.report.examples import cost, document, variants
 
 SMALL = ({"h2o": 1}, (64, 128))
 
@@ -34,7 +34,7 @@ def test_there_is_a_picture_for_all_that_the_data_hold_and_no_other():
     assert names(without(document(("niah",), *SMALL), cells=[])) == shared
     alone = ["cost", "tokens-by-layer"]  # the full cache has no budget
     assert names(document(("ruler/vt",), {})) == alone
-    old = cost(arms()[0]).model_copy(update={"kept_per_layer": []})
+    old = cost(variants()[0]).model_copy(update={"kept_per_layer": []})
     assert names(without(document(("ruler/vt",)), cost=old)) == shared[:-1]
     assert names(without(document(("ruler/vt",)), cost=None, value=None)) == []
 

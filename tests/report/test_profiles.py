@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtool.documents.profile import ProfileDocument
-from kvtool.report.profile_table import measured, profile_table, sparkline
+from kvtool.report.measurements import measured, profile_table, sparkline
 
 MODEL = {
     "id": "reference",
@@ -53,7 +53,7 @@ def test_the_table_tells_least_mean_and_most(document):
 
 def test_the_picture_has_a_panel_for_each(document):
     pytest.importorskip("matplotlib")
-    from kvtool.report.profiles import profile_figure
+    from kvtool.report.measurements import profile_figure
 
     heads = {"f_variance": torch.rand(3, 4).numpy()}
     figure = profile_figure(document, heads)

@@ -6,12 +6,12 @@ from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
 from kvtool.package_data import data_file
-from kvtool.report.notebook import html_table
 from kvtool.report.table import Cell, Column, Note, Row, Table
 from kvtool.report.terminal import rich_table
+from kvtool.report.view import html_table
 
 COLUMNS = [
-    Column("arm", words=True),
+    Column("variant", words=True),
     Column("niah", "exact match", short="niah\nem", aligned=True, group="a"),
     Column("task", words=True, group="b"),
 ]

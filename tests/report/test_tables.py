@@ -5,7 +5,7 @@ from rich.console import Console
 
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.run.collect import with_deltas
-from kvtool.report.results_layout import needle_tables, summary_table
+from kvtool.report.results_text import needle_tables, summary_table
 from tests.report.examples import DEPTHS, LENGTHS, changed, document, ppl, with_host_memory
 
 THREE = ("niah", "ruler/niah_multikey_1", "fidelity")
@@ -24,8 +24,8 @@ def printed(renderable, width, colour=False):
     return console.export_text(styles=colour)
 
 
-def rows(text, arm):
-    return [line.split() for line in text.splitlines() if line.split()[:1] == [arm]]
+def rows(text, variant):
+    return [line.split() for line in text.splitlines() if line.split()[:1] == [variant]]
 
 
 @pytest.mark.parametrize(("width", "tables"), [(80, 3), (200, 1)])
@@ -76,7 +76,7 @@ def test_colour_follows_the_better_direction_and_the_sign_the_number():
 
 def test_what_does_not_compare_with_the_full_cache_is_left_blank():
     run = document(("ppl",), {"h2o": 1, "snapkv": 1}, (64,))
-    results = with_deltas([ppl(arm, in_blocks=("snapkv",)) for arm in run.arms])
+    results = with_deltas([ppl(variant, in_blocks=("snapkv",)) for variant in run.variants])
     run = run.model_copy(update={"results": results})
     text = printed(summary_table(run), 200, colour=True)
     cells = rows(printed(summary_table(run), 200), "snapkv@64")[0]
@@ -88,7 +88,9 @@ def test_what_does_not_compare_with_the_full_cache_is_left_blank():
 
 def test_failed_samples_and_missing_results_are_marked():
     run = document(("niah",), {"h2o": 1}, (64, 128))
-    broken = [r.model_copy(update={"failed": 3}) if r.arm == "h2o@64" else r for r in run.results]
+    broken = [
+        r.model_copy(update={"failed": 3}) if r.variant == "h2o@64" else r for r in run.results
+    ]
     run = run.model_copy(update={"results": broken[:-1], "complete": False})
     text = printed(summary_table(run), 120)
     assert "!3" in rows(text, "h2o@64")[0]
@@ -102,7 +104,7 @@ def test_means_stand_beside_their_suite():
     run = document(("niah", "ruler/niah_multikey_1", "ruler/vt"))
     text = printed(summary_table(run), 200)
     assert "mean of 2" in text
-    average = next(a for a in run.averages if a.arm == "roco@64")
+    average = next(a for a in run.averages if a.variant == "roco@64")
     assert f"{average.value:.1f}" in rows(text, "roco@64")[0]
     assert f"{average.delta:+.1f}" in rows(text, "roco@64")[0]
 

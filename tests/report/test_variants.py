@@ -3,13 +3,13 @@ from fractions import Fraction
 
 from kvtool.documents.results import VariantEntry
 from kvtool.report.variants import budget_size, families, variants_in_order
-from tests.report.examples import arms, document
+from tests.report.examples import document, variants
 
 
 def named(*entries):
     return document((), {}).model_copy(
         update={
-            "arms": [
+            "variants": [
                 VariantEntry(
                     name=f"{policy}@{budget}{prefill}", policy=policy, budget=budget, prefill=p
                 )
@@ -20,21 +20,21 @@ def named(*entries):
     )
 
 
-def test_arms_stand_by_policy_with_budgets_ascending_and_the_full_cache_first():
-    entries = arms()
-    expected = [arm.name for arm in entries]
-    firsts = [arm for arm in entries if arm.budget in (None, 64)]
-    others = [arm for arm in entries if arm.budget not in (None, 64)]
+def test_variants_stand_by_policy_with_budgets_ascending_and_the_full_cache_first():
+    entries = variants()
+    expected = [variant.name for variant in entries]
+    firsts = [variant for variant in entries if variant.budget in (None, 64)]
+    others = [variant for variant in entries if variant.budget not in (None, 64)]
     random.Random(0).shuffle(others)
-    shuffled = document(()).model_copy(update={"arms": [*firsts[1:], firsts[0], *others]})
-    assert [arm.name for arm in variants_in_order(shuffled)] == expected
+    shuffled = document(()).model_copy(update={"variants": [*firsts[1:], firsts[0], *others]})
+    assert [variant.name for variant in variants_in_order(shuffled)] == expected
 
 
 def test_budgets_are_ordered_by_size_not_by_spelling():
     found = families(
         named(("h2o", "20%", ""), ("h2o", "5%", ""), ("h2o", 1024, ""), ("h2o", 64, ""))
     )
-    assert [arm.budget for arm in found[0].variants] == ["5%", "20%", 64, 1024]
+    assert [variant.budget for variant in found[0].variants] == ["5%", "20%", 64, 1024]
 
 
 def test_a_budget_has_a_unit_and_an_exact_size():
@@ -44,7 +44,7 @@ def test_a_budget_has_a_unit_and_an_exact_size():
     assert budget_size("2KiB") == ("bytes", Fraction(2048))
 
 
-def test_arms_that_differ_in_the_prefill_are_lines_of_their_own():
+def test_variants_that_differ_in_the_prefill_are_lines_of_their_own():
     found = families(named(("h2o", 64, ""), ("h2o", 64, ",block:128"), ("h2o", 128, "")))
     assert [(f.label, len(f.variants)) for f in found] == [
         ("h2o, prefill full", 2),

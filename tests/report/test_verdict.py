@@ -8,23 +8,23 @@ from kvtool.report.words import choices_in_words, standings_table, verdict_lines
 from tests.report.examples import document
 
 
-def standing(arm, kind="within", difference=-1.25, low=-3.0, high=0.5, **more):
+def standing(variant, kind="within", difference=-1.25, low=-3.0, high=0.5, **more):
     numbers = {"difference": difference, "low": low, "high": high}
-    return Standing(arm=arm, standing=kind, task="niah", n=33, **numbers | more)
+    return Standing(variant=variant, standing=kind, task="niah", n=33, **numbers | more)
 
 
 def judged(choices, standings, **changes):
-    verdict = Verdict(within=5, why=None, tasks=["niah"], arms=standings, choices=choices)
+    verdict = Verdict(within=5, why=None, tasks=["niah"], variants=standings, choices=choices)
     results = [result for result in document().results if result.task == "niah"]
     verdict = verdict.model_copy(update=changes)
     update = {"verdict": verdict, "results": results, "averages": [], "gates": []}
     return document().model_copy(update=update)
 
 
-BYTES = Choice(by="bytes", arm="h2o@64", cost=2048, full=10240, undecided=["snapkv@64"])
+BYTES = Choice(by="bytes", variant="h2o@64", cost=2048, full=10240, undecided=["snapkv@64"])
 TIME = Choice(
     by="time",
-    arm="h2o@64",
+    variant="h2o@64",
     cost=0.01,
     full=0.0125,
     undecided=[],
@@ -33,7 +33,7 @@ TIME = Choice(
 
 
 def test_each_choice_is_said_with_its_cost_and_how_sure_it_is():
-    traffic = Choice(by="traffic", arm=None, cost=None, full=10240, undecided=["a@1", "b@2"])
+    traffic = Choice(by="traffic", variant=None, cost=None, full=10240, undecided=["a@1", "b@2"])
     lines = verdict_lines(judged([BYTES, traffic, TIME], [standing("h2o@64")]))
     assert lines == [
         "verdict: the cheapest within 5 % of the full cache, by the paired 95 % interval of the"
@@ -47,10 +47,10 @@ def test_each_choice_is_said_with_its_cost_and_how_sure_it_is():
 
 
 def test_none_says_whether_any_is_within_bounds():
-    none = Choice(by="bytes", arm=None, cost=None, full=10240, undecided=[])
+    none = Choice(by="bytes", variant=None, cost=None, full=10240, undecided=[])
     assert verdict_lines(judged([none], [standing("a", "outside")]))[1] == "  by bytes held: none"
     told = verdict_lines(judged([none], [standing("a")]))[1]
-    assert told.endswith("none (no arm within 5 % is cheaper than the full cache)")
+    assert told.endswith("none (no variant within 5 % is cheaper than the full cache)")
 
 
 def test_samples_that_never_differ_say_what_they_may_have_missed():
@@ -75,11 +75,11 @@ def undrawn(monkeypatch):
 
 
 def test_the_page_has_it_above_the_summary(undrawn):
-    arms = [
+    variants = [
         standing("h2o@64"),
         standing("h2o@128", "undecided", None, None, None, why="2 of 33 samples failed"),
     ]
-    shown = judged([BYTES, TIME], arms)
+    shown = judged([BYTES, TIME], variants)
     text = page(shown)
     assert text.index("<h2>Verdict</h2>") < text.index("<h2>Summary</h2>")
     assert "The cheapest within 5 % of the full cache, by the paired" in text

@@ -38,6 +38,7 @@ from kvtool.maths.selection import keep_top, take
 from kvtool.policies.evicted.calidrop import GATHERED, CaliDrop, calibrate, decide, query_cosine
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.numbers import KVHeads, State
+from kvtool.policies.parts import SlotView
 
 Decision = tuple[Tensor | None, Tensor]
 """Who could decide, bool (batch, heads), None: all; and (2, batch, heads) who recomputes and who is
@@ -49,13 +50,11 @@ class DecodePlan:
     """What a step has decided about its heads.
 
     Attributes:
-        query: (batch, heads, 1, head_dim).
         recompute, calibrate: bool (batch, heads); None: all.
         fetched: what is stored of the heads that recompute, on its way; None: none does.
         changes: whether any head is calibrated.
     """
 
-    query: Tensor
     recompute: Tensor | None
     calibrate: Tensor | None
     fetched: Iterator[Chunk] | None
@@ -149,19 +148,16 @@ class Calibration(Part):
         steps = memory["steps"].sum().item() if memory else 0
         return memory["recomputed"].sum().item() / steps if steps else None
 
-    def set_scale(self, scale: float, softcap: float | None) -> None:
-        """Say how the running attention scales its logits, and whether it caps them."""
-        self._scale, self._softcap = scale, softcap
-
     # ---- blocks
 
-    def begin_block(self, layer: SlotLayer, call: Call, block: Block) -> None:
-        self.set_scale(call.scale, call.softcap)
-        self.hold_last(call.query, call.value.shape[-1], block.new)
-
-    @property
-    def corrects(self) -> bool:
-        return self.active
+    def correct(self, layer: SlotLayer, call: Call, block: Block | None) -> Correction | None:
+        self._scale, self._softcap = call.scale, call.softcap
+        if block is not None:
+            self.hold_last(call.query, call.value.shape[-1], block.new)
+            return self._correct_block if self.active else None
+        kv_heads = call.raw_key.shape[1]
+        plan = self.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
+        return partial(self.end_decode, plan) if plan is not None and plan.changes else None
 
     @torch.no_grad()
     def hold_last(self, query: Tensor, value_dim: int, new: Tensor) -> None:
@@ -184,7 +180,7 @@ class Calibration(Part):
         inside, index = self._last_rows(query, 0)
         self._hold(inside[:, None], take(query, index)[:, :, 0], *nothing)
 
-    def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
+    def _correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
         """Join in the evicted part of every query, exactly."""
         batch, kv_heads = lse.shape[:2]
         pairs = [(row, head) for row in range(batch) for head in range(kv_heads)]
@@ -198,8 +194,7 @@ class Calibration(Part):
 
     def _last_rows(self, query: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Which sequences end in a chunk of queries, (batch,), and where, (batch, heads, 1)."""
-        if self._last is None:
-            raise RuntimeError("no block is running")
+        assert self._last is not None, "a block is running"
         place = self._last - start
         inside = (place >= 0) & (place < query.shape[2])
         index = place.clamp(0, query.shape[2] - 1)[:, None, None]
@@ -216,12 +211,6 @@ class Calibration(Part):
             self._memory[name] = number
 
     # ---- decoded tokens
-
-    def begin_token(self, layer: SlotLayer, call: Call) -> Correction | None:
-        self.set_scale(call.scale, call.softcap)
-        kv_heads = call.raw_key.shape[1]
-        plan = self.begin_decode(call.query, kv_heads, call.positions, layer.slots.heads)
-        return partial(self.end_decode, plan) if plan is not None and plan.changes else None
 
     @torch.no_grad()
     def begin_decode(
@@ -261,7 +250,6 @@ class Calibration(Part):
             }
         )
         return DecodePlan(
-            query,
             recompute=None if all(map(all, anew)) else decided[0],
             calibrate=None if all(map(all, some)) else decided[1],
             fetched=self.store.fetch(pairs, query.device) if pairs else None,
@@ -274,22 +262,19 @@ class Calibration(Part):
         if len(self._noted) == _NOTED:
             _ = self.memory
 
-    def end_decode(self, plan: DecodePlan, out: Tensor, lse: Tensor) -> Tensor:
-        """Recompute the evicted part where it was decided, and calibrate.
-
-        Args:
-            out: (batch, heads, 1, value_dim) of the kept tokens.
-            lse: (batch, kv_heads, group, 1) float32 of the same.
-        """
+    def end_decode(
+        self, plan: DecodePlan, query: Tensor, out: Tensor, lse: Tensor, start: int
+    ) -> Tensor:
+        """Recompute the evicted part where it was decided, and calibrate: see `Correction`."""
         if plan.fetched is not None:
-            query, sizes = plan.query, (lse.shape[1], out.shape[-1])
+            sizes = lse.shape[1], out.shape[-1]
             new, total = attend_chunks(query, *sizes, plan.fetched, *self.how)
             self._hold(plan.recompute, query[:, :, 0], new[:, :, 0], total[..., 0])
         return calibrate(out[:, :, 0], lse.flatten(1), *self.held[1:], plan.calibrate)[:, :, None]
 
     # ---- evicted tokens
 
-    def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
+    def take_evicted(self, layer: SlotLayer, view: SlotView, eviction: Eviction) -> None:
         self.offload(eviction)
 
     @torch.no_grad()

@@ -13,7 +13,6 @@ from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
 from kvtool.maths.selection import take
-from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import PromptQueries
 from kvtool.policies.parts import SlotView
 
@@ -52,19 +51,18 @@ class HeldQueries(Part):
         self.seen = seen
 
     @torch.no_grad()
-    def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
         own = last_queries(call, block.new, self.rows)
         if self.seen is not None:  # a prompt that waits comes in several forwards
             own = newest(joined(self.seen, own), self.rows)
         self.seen, self._waits = own, block.waiting is not None
+        return block
 
-    def show_eviction(self, view: SlotView, eviction: Eviction) -> Eviction:
+    def give(self, view: SlotView) -> PromptQueries | None:
+        """Give the queries away as the slots of a view are cut, by which the prompt ends."""
         seen = self.seen
-        shown = None if seen is None else replace(seen, slots=view.positions)
-        return replace(eviction, queries=shown)
-
-    def slots_left(self, state: dict[str, Tensor], positions: Tensor, chosen: Tensor) -> None:
-        self.clear()  # the prompt has been cut
+        self.clear()
+        return None if seen is None else replace(seen, slots=view.positions)
 
     def end_block(self) -> None:
         if not self._waits:
@@ -148,12 +146,7 @@ def _latest(positions: Tensor, rows: int) -> Tensor:
 
 
 def _queries(call: Call, new: Tensor, order: Tensor, there: Tensor) -> PromptQueries:
-    """Copy queries of a call.
-
-    Args:
-        order: (batch or 1, rows) their columns.
-        there: bool of the same shape, False where there is none.
-    """
+    """Copy queries of a call."""
     batch, heads = call.query.shape[:2]
     order = order.expand(batch, -1)
     positions = new.expand(batch, -1).gather(1, order).masked_fill(~there, -1)

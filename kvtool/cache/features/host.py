@@ -209,11 +209,7 @@ class Store:
         return (*pack(keys, self.form), *pack(values, self.form), positions)
 
     def _put_up(self, parts: Iterator[tuple[Tensor, ...]], slots: int, whole: bool) -> None:
-        """Put up a segment, joined with those before it that are short, or no longer than it is.
-
-        So segments stay few, as the digits of a number, and a token is copied a logarithmic number
-        of times, and as often as it takes to fill a short segment.
-        """
+        """Put up a segment, joined with those before it that are short, or no longer than it is."""
         before: list[Segment] = []
         while self.segments and self.segments[-1].entries is None:
             if self.segments[-1].slots > max(slots, _JOINED):
@@ -323,13 +319,7 @@ class Store:
 
 
 def _map_file(size: int, dtype: torch.dtype) -> Tensor:
-    """Return numbers in a temporary file, whose disk space is taken at once.
-
-    A full disk would end a process that writes to the mapping.
-
-    Raises:
-        KvtoolError: there is no such space.
-    """
+    """Return numbers in a temporary file, whose disk space is taken at once."""
     try:
         with tempfile.NamedTemporaryFile(prefix="kvtool-") as file:  # the mapping outlives it
             if size and hasattr(os, "posix_fallocate"):

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvtool.cache.features.held_queries import HeldQueries
+from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
 from kvtool.cache.slots.slot_form import take_stored
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
+from kvtool.policies.parts import SlotView
 
 
 class MergeMemory(Part):
@@ -43,10 +47,17 @@ class MergeMemory(Part):
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
         self.state = {name: change(number) for name, number in self.state.items()}
 
-    def take_evicted(self, layer: SlotLayer, eviction: Eviction) -> None:
+    def take_evicted(self, layer: SlotLayer, view: SlotView, eviction: Eviction) -> None:
+        held = HeldQueries.of(layer)
+        if held is not None:
+            eviction = replace(eviction, queries=held.give(view))
+        self._absorb(layer, eviction)
+
+    def _absorb(self, layer: SlotLayer, eviction: Eviction) -> None:
         merged = self.merging.absorb(self.state, eviction)
-        for part in layer.parts.at["note_merged"]:
-            part.note_merged(eviction.evicted_positions, merged)
+        trace = layer.parts.get(Trace.name)
+        if isinstance(trace, Trace):
+            trace.note_merged(eviction.evicted_positions, merged)
 
     @torch.no_grad()
     def take_decoded(self, layers: Sequence[SlotLayer], positions: Tensor) -> None:
@@ -54,7 +65,7 @@ class MergeMemory(Part):
         for layer, leaving in each_layer:
             own = MergeMemory.of(layer)
             if own is not None:
-                own.take_evicted(layer, _evicted_token(layer, leaving))
+                own._absorb(layer, _evicted_token(layer, leaving))
 
     def stationary(self) -> list[Tensor]:
         return list(self.state.values())
@@ -80,11 +91,7 @@ class MergeMemory(Part):
 
 
 def _evicted_token(layer: SlotLayer, positions: Tensor) -> Eviction:
-    """Lay out the token evicted for a decoded one, while its key and value are there.
-
-    Args:
-        positions: (batch, kv_heads, 1) of it.
-    """
+    """Lay out the token evicted for a decoded one, while its key and value are there."""
     slots = layer.slots
     assert slots.reuse_slot is not None, "nothing leaves"
     evicted = slots.reuse_slot[..., None]

@@ -74,8 +74,8 @@ class QueryWindow(Part):
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
         """Return queries as (batch, kv_heads, group, rows, head_dim), and which there are."""
-        if self.query is None or self.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert self.query is not None, "a prompt has been seen"
+        assert self.positions is not None, "a prompt has been seen"
         return group_queries(self.query, kv_heads), self.positions >= 0
 
     def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
@@ -110,8 +110,8 @@ class QueryWindow(Part):
             query: (batch, heads, 1, head_dim).
             position: one number, or (batch or 1, 1), -1 where an entry has padding instead.
         """
-        if self.query is None or self.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert self.query is not None, "a prompt has been seen"
+        assert self.positions is not None, "a prompt has been seen"
         self.scale, self.softcap = scale, softcap
         if isinstance(position, Tensor):
             position = position.expand(len(query), 1)
@@ -126,9 +126,10 @@ class QueryWindow(Part):
             self.query.narrow(2, row, 1).copy_(query)
             self.positions.narrow(1, row, 1).fill_(position)
 
-    def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
         self.sinks = call.sinks
         self.see(call.query, block.new, call.scale, call.softcap)
+        return block
 
     def note_token(self, layer: SlotLayer, call: Call) -> None:
         newest: int | Tensor = layer.tokens_seen - 1
@@ -224,11 +225,11 @@ class LaneQueries(Part):
 
 
 class LastQueries(Part):
-    """The queries that a policy will look back from.
+    """The queries that a policy will look back from, of a prompt that is stored until its end.
 
     Attributes:
-        query: (batch, heads, rows, head_dim); None before the first block.
-        positions: (batch or 1, rows) of them, -1 = padding.
+        seen: (batch, heads, rows, head_dim) and their positions, (batch or 1, rows), -1 = padding;
+            None before the first block.
     """
 
     name = "last_queries"
@@ -241,35 +242,27 @@ class LastQueries(Part):
         return cls() if site.policy.two_stages else None
 
     def clear(self) -> None:
-        self.query: Tensor | None = None
-        self.positions: Tensor | None = None
+        self.seen: tuple[Tensor, Tensor] | None = None
 
-    def postpone(self, layer: SlotLayer, call: Call, block: Block) -> Block | None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block | None:
+        block = replace(block, earlier=self.seen)
         if not call.context.last:
-            self.query, self.positions = last_of_prompt(layer, call, block)
+            self.seen = last_of_prompt(layer, call, block)
             store_block(layer, block, call.raw_key, call.raw_value)
             return None
-        if self.positions is None:
+        if self.seen is None:
             return block
-        positions = self.positions
-        count = (positions >= 0).sum(1)[:, None, None] if layer.padded else positions.shape[1]
+        places = self.seen[1]
+        count = (places >= 0).sum(1)[:, None, None] if layer.padded else places.shape[1]
         return replace(block, view=replace(block.view, block=block.view.block + count))
-
-    def before_block(self, query: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        if self.query is None or self.positions is None:
-            return query, new
-        rows = max(new.shape[0], self.positions.shape[0])
-        both = torch.cat([self.positions.expand(rows, -1), new.expand(rows, -1)], 1)
-        return torch.cat([self.query, query], 2), both
 
     def end_block(self) -> None:
         self.clear()
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        if self.query is not None and self.positions is not None:
-            batch = len(self.query)
-            self.positions = change(self.positions.expand(batch, -1))
-            self.query = change(self.query)
+        if self.seen is not None:
+            query, places = self.seen
+            self.seen = change(query), change(places.expand(len(query), -1))
 
 
 class Moments(Part):
@@ -313,7 +306,7 @@ class Moments(Part):
         self.state: State = {}
 
     @torch.no_grad()
-    def note_queries(self, layer: SlotLayer, call: Call, block: Block) -> None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
         """Add a block's queries, rotated back to before RoPE, in parts of bounded size.
 
         Queries and keys keep what a model multiplies both by beside the rotation (YaRN): so do the
@@ -322,7 +315,7 @@ class Moments(Part):
         self._scale = call.scale
         if self.centres is not None:
             self._take(self.centres, layer, call.query)
-            return
+            return self._shown(block)
         for start in range(0, call.q_len, _ROWS):
             rows = slice(start, start + _ROWS)
             query, positions = call.query[:, :, rows].float(), block.new[:, rows]
@@ -330,6 +323,10 @@ class Moments(Part):
                 back = -positions.clamp(min=0)[:, None].float()
                 query = self.rotation.shift(query, back)
             self.add(query, positions >= self.asked.sinks)
+        return self._shown(block)
+
+    def _shown(self, block: Block) -> Block:
+        return replace(block, view=replace(block.view, moments=(self.summary(),)))
 
     def _take(self, centres: QueryCentres, layer: SlotLayer, query: Tensor) -> None:
         """Take the centres of the heads that are held here, of which no query counts."""
@@ -369,13 +366,8 @@ class Moments(Part):
             return view
         return replace(view, moments=(*view.moments, self.summary()))
 
-    def show_block(self, view: SlotView) -> SlotView:
-        return replace(view, moments=(self.summary(),))
-
     def summary(self) -> QueryMoments:
         """Return them as a score sees them."""
-        if not self.state:
-            raise RuntimeError("no block has been attended")
         covariance = None
         if self.asked.covariance:
             covariance = self.state["scatter"] / self.state["count"].clamp(min=1)[..., None, None]

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.cache_part import Budgets, CachePart
-from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.cuts import HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries, joined, spread_queries
-from kvtool.cache.features.hidden_states import HiddenStates
-from kvtool.cache.features.projection import Projection
+from kvtool.cache.features.shown import Projection
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.attend import call_weights
 from kvtool.cache.steps.attend_block import attend_plain
@@ -259,11 +258,7 @@ def _lay_out(layer: SlotLayer, call: Call) -> Block:
 
 
 def _note_weights(layer: SlotLayer, call: Call, block: Block, weights: RepeatedWeights) -> None:
-    """Note the highest weight on each token of the chunk, of all queries and of a head's group.
-
-    The softmax is over the first tokens, the chunk and the repetition up to the query. With
-    `by_output` each weight counts by what its value adds to the hidden state.
-    """
+    """Note the highest weight on each token of the chunk, of all queries and of a head's group."""
     kept, new = block.kept, block.new.expand(call.query.shape[0], -1)
     index, there = weights.slots(layer.slots.positions[:, 0, :kept], layer.padded)
     key = torch.cat([take(call.key[:, :, :kept], index[:, None]), call.key[:, :, kept:]], 2)
@@ -285,20 +280,12 @@ def _note_weights(layer: SlotLayer, call: Call, block: Block, weights: RepeatedW
 
 
 def _by_output(layer: SlotLayer, call: Call, index: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the hidden states of a repetition, and how long the values of slots are projected.
-
-    Args:
-        index: (batch, count) of the slots.
-
-    Returns:
-        (batch, q_len, hidden_size), and (batch, kv_heads, group, count) float32; None and None
-        where the policy asks for neither.
-    """
-    states, projection = HiddenStates.of(layer), Projection.of(layer)
-    if not layer.policy.repeats_by_output or states is None or projection is None:
+    """Return the hidden states of a repetition, and how long the values of slots are projected."""
+    projection = Projection.of(layer)
+    if not layer.policy.repeats_by_output or projection is None:
         return None, None
     values = take(call.value, index[:, None])
-    return states.take(call.q_len), projection.seen().lengths(values, 2)
+    return call.context.shown_hidden(), projection.seen().lengths(values, 2)
 
 
 def cut_repeated(
@@ -313,8 +300,7 @@ def cut_repeated(
     judged = []
     for layer in layers:
         part, used = HeadBudgets.of(layer), layer.slots.used_slots()
-        if part is None:
-            raise RuntimeError("heads that compete have budgets of their own")
+        assert part is not None, "heads that compete have budgets of their own"
         repeated = _repeated(layer, weights, spans, used.positions)
         view = replace(used_view(layer), repeated=repeated)
         evicted = at_least_zero(view.held - layer.budget.tokens)
@@ -322,10 +308,8 @@ def cut_repeated(
         note_scores(layer, view, importance, protected)
         heads = part.heads_of(layer, view, importance, protected)
         judged.append((view, importance, protected, heads))
-    split = HeadBudgets.of(layers[0])
-    if split is None:
-        raise RuntimeError("heads that compete have budgets of their own")
-    tokens = split.split.tokens_of([heads for *_, heads in judged])
+        split = part.split
+    tokens = split.tokens_of([heads for *_, heads in judged])
     for layer, (view, importance, protected, _), own in zip(layers, judged, tokens, strict=True):
         held, used = HeldQueries.of(layer), layer.slots.used_slots()
         if held is not None:

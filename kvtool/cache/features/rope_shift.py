@@ -51,22 +51,17 @@ class RopeShift(Part):
     def for_heads(self, lanes: Lanes) -> RopeShift:
         return RopeShift(self.rotation)
 
-    def place_forward(self, layer: SlotLayer, given: Mapping[str, Any]) -> tuple[Placement, Tensor]:
-        """Number the tokens of a forward on from those that the cache holds."""
-        tokens = given.get("input_ids")
-        if tokens is None:
-            tokens = given["inputs_embeds"]
-        batch, q_len = tokens.shape[:2]
-        placement = _behind_kept(layer, q_len)
-        mask = given.get("attention_mask")
-        return placement, _position_ids(placement, batch, q_len, mask, tokens.device)
-
     @torch.no_grad()
-    def place_block(self, layer: SlotLayer, call: Call, block: Block) -> Call:
-        """Bring the kept slots and a block behind them to their ranks."""
+    def place(self, layer: SlotLayer, call: Call, block: Block | None) -> Call:
         if self.rotation is None:
             return call
-        kept, rotation = block.kept, self.rotation
+        if block is None:
+            return self._place_token(self.rotation, layer, call)
+        return self._place_block(self.rotation, layer, call, block)
+
+    def _place_block(self, rotation: Rotation, layer: SlotLayer, call: Call, block: Block) -> Call:
+        """Bring the kept slots and a block behind them to their ranks."""
+        kept = block.kept
         held: Count = kept
         if kept and layer.padded:
             held = (block.view.positions[:, :, :kept] >= 0).sum(-1, keepdim=True)
@@ -81,15 +76,9 @@ class RopeShift(Part):
             new = torch.cat([old, new], 2)
         return replace(call, key=new, query=query)
 
-    @torch.no_grad()
-    def place_token(self, layer: SlotLayer, call: Call) -> Call:
-        """Bring the slots and the query of a decoded token, which is among them, to their ranks.
-
-        Keys that are stored as codes are brought there where they are attended.
-        """
-        if self.rotation is None:
-            return call
-        rotation, slots = self.rotation, layer.slots
+    def _place_token(self, rotation: Rotation, layer: SlotLayer, call: Call) -> Call:
+        """Bring the slots and the query of a decoded token, which is among them, to their ranks."""
+        slots = layer.slots
         held: Count = slots.used - 1
         if layer.padded:
             held = (slots.positions[:, :, : slots.used] >= 0).sum(-1, keepdim=True) - 1
@@ -120,6 +109,24 @@ class RopeShift(Part):
         state[SHIFT].add_(torch.arange(chosen.shape[2], device=chosen.device) - before)
 
 
+def place_forward(first: SlotLayer, given: Mapping[str, Any]) -> tuple[Placement, Tensor]:
+    """Number the tokens of a forward on from those that the first layer of a cache holds.
+
+    Args:
+        given: the forward's arguments by name.
+
+    Returns:
+        Where they are, and position ids for the model, (batch, q_len).
+    """
+    tokens = given.get("input_ids")
+    if tokens is None:
+        tokens = given["inputs_embeds"]
+    batch, q_len = tokens.shape[:2]
+    placement = _behind_kept(first, q_len)
+    mask = given.get("attention_mask")
+    return placement, _position_ids(placement, batch, q_len, mask, tokens.device)
+
+
 def _behind_kept(first: SlotLayer, q_len: int) -> Placement:
     """Place the new tokens of each entry behind the longest of its heads, in the first layer."""
     seen = first.seen if first.seen_device is None else None
@@ -148,17 +155,9 @@ def _position_ids(
 
 
 def _new_shift(call: Call, held: Count) -> Tensor | None:
-    """How far the new tokens still have to be shifted; None: not at all.
-
-    Args:
-        held: tokens kept before them.
-
-    Returns:
-        (batch or 1, kv_heads or 1, 1) float32.
-    """
+    """How far the new tokens still have to be shifted; None: not at all."""
     placement = call.context.placement
-    if placement is None:
-        raise RuntimeError("positions=cache, and nobody has placed the new tokens")
+    assert placement is not None, "a forward places its tokens"
     start = placement.start
     if isinstance(start, Tensor):
         start = start.view(-1, 1, 1)

@@ -7,7 +7,8 @@ first token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +23,15 @@ from kvtool.cache.features.sparse_tables import (
     take_slots,
     widened,
 )
+from kvtool.cache.features.trace import Trace
+from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part, tensor_bytes
+from kvtool.cache.slots.part import AttendsTokens, LayerSite, tensor_bytes
 from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
+from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
-from kvtool.cache.traffic import TrafficBudgets
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
@@ -37,7 +40,7 @@ from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together
 from kvtool.policies.read.view import Choice, ReadView
 
 
-class SparseIndex(Part):
+class SparseIndex(AttendsTokens):
     """How decode steps read a part of the slots, from the end of a prompt to the next.
 
     Attributes:
@@ -73,16 +76,17 @@ class SparseIndex(Part):
         self.fixed: FixedEntries | None = None
         self.heads = 0  # that ask
 
-    def begin_prompt(self) -> None:
+    def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
         """Drop the tables: a prompt goes on."""
-        self.entries = self.fixed = None
+        self.entries = self.fixed = self.selected = None
+        return block
 
     def select(self, positions: Tensor | None) -> None:
         """Choose among these tokens only, and those that come behind them."""
         self.selected = positions
 
     @torch.no_grad()
-    def prepare_decode(self, layer: SlotLayer, traffic: TrafficBudgets | None) -> None:
+    def prepare(self, layer: SlotLayer, traffic: TrafficBudgets | None) -> None:
         """Lay out the slots for the reader and make its tables, unless they are there."""
         if self.entries is not None or not layer.is_initialized or traffic is None:
             return
@@ -107,7 +111,7 @@ class SparseIndex(Part):
         if layer.seen_device is not None and self.fixed is not None:
             keys, values = layer.slots.keys, layer.slots.values
             self.fixed.append(keys, values)
-            out, _, _ = _attend_padded(self.fixed, call, keys, values)
+            out, _, _ = _attend(self.fixed, call, keys, values)
             return out
         if self.entries is None:
             return None
@@ -115,22 +119,21 @@ class SparseIndex(Part):
 
     def allows_static(self, layer: SlotLayer) -> bool:
         """Whether all rows are read alike, and not in full."""
-        if layer.padded or layer.parts.at["note_reads"] or layer.slots.form.codec is not None:
+        if layer.padded or Trace.name in layer.parts or layer.slots.form.codec is not None:
             return False
         together = self._together()
         return together is not None and _sparse(together) and reads_together(self.reader)
 
-    def begin_static(self, layer: SlotLayer) -> None:
+    @contextmanager
+    def static_step(self, layer: SlotLayer) -> Iterator[None]:
         entries, fixed, capacity = self._together(), self.fixed, layer.slots.positions.shape[2]
         assert entries is not None, "a static step was not allowed"
         if fixed is None or fixed.of is not entries or fixed.capacity != capacity:
             self.fixed = fixed = FixedEntries(entries, layer.slots.device, capacity)
         fixed.begin()
-
-    def end_static(self, layer: SlotLayer) -> None:
-        assert self.fixed is not None, "no static step has begun"
-        self.fixed.of.count_token()
-        layer.read(_pairs_read(layer, self.fixed, self.heads))
+        yield
+        fixed.of.count_token()
+        layer.read(_pairs_read(layer, fixed, self.heads))
 
     def _together(self) -> IndexedEntries | None:
         """The entries of all rows, if these are read alike."""
@@ -241,29 +244,19 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         if len(entries) > 1:
             keys, values = keys[each.rows], values[each.rows]
         each.append(keys, values)
-        part, numbers, choice = _attend_entries(each, call, keys, values)
+        part, numbers, choice = _attend(each, call, keys, values)
         out.append(part)
         chosen.append(choice)
         read += numbers
     pair = slots.keys.shape[-1] + slots.values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
-    for noting in layer.parts.at["note_reads"]:
-        noting.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
+    trace = layer.parts.get(Trace.name)
+    if isinstance(trace, Trace):
+        trace.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
     if layer.padded and slots.written is not None:
         slots.fill_to(max(each.longest for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)
     return out[0] if len(out) == 1 else torch.cat(out)
-
-
-def _attend_entries(
-    entries: Entries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int, Tensor | None]:
-    """Attend to what is chosen: the output, how many numbers that reads, and which slots."""
-    if isinstance(entries, PaddedEntries):
-        return _attend_padded(entries, call, keys, values)
-    if isinstance(entries, IndexedEntries):
-        return _attend_rows(entries, call, keys, values)
-    raise TypeError(f"no entries of a layer: {type(entries)}")
 
 
 def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tensor:
@@ -275,31 +268,48 @@ def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tens
     return found.masked_fill(slots.flatten(2) < 0, -1)
 
 
-def _attend_rows(
-    entries: IndexedEntries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int, Tensor | None]:
-    """The output of some sequences, (rows, heads, 1, value_dim), and what was read.
+@dataclass(frozen=True)
+class _Chosen:
+    """Slots that are read, None: all; how many numbers that reads; and what stands for the rest."""
 
-    That is how many numbers, and which slots, as `Choice` has them; None: all.
+    slots: Tensor | None
+    numbers: int
+    weight: Tensor | None = None
+    rest: Tensor | None = None
+
+
+def _attend(
+    entries: Entries | FixedEntries, call: Call, keys: Tensor, values: Tensor
+) -> tuple[Tensor, int, Tensor | None]:
+    """Attend to what is chosen.
+
+    Returns:
+        (rows, heads, 1, value_dim), how many numbers that reads, and the slots, -1 for none.
     """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
-    grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
-    choice = Choice(None) if entries.dense else _choose(entries, call, grouped, keys)
-    slots = choice.slots
-    if slots is not None and entries.index is not None:
-        slots = entries.index.gather(2, slots.flatten(2)).view(slots.shape)
-    if slots is not None and can_run(call, Family.SLOTS):
-        out, pairs = attend_chosen(call, query, keys, values, slots), slots.numel()
+    grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
+    if isinstance(entries, IndexedEntries):
+        choice = _choose(entries, call, grouped, keys)
+        slots = there = choice.slots
     else:
-        if slots is None:
+        choice = _choose_padded(entries, call, grouped, keys)
+        slots = there = choice.slots
+        assert slots is not None, "rows of a padded batch list what they read"
+        stands, there = slots >= 0, slots.clamp(min=0)  # a slot in use, whose numbers are finite
+    if there is not None and entries.index is not None:
+        slots = there = entries.index.gather(2, there.flatten(2)).view(there.shape)
+        if stands is not None:
+            slots = slots.masked_fill(~stands, -1)
+    if slots is not None and can_run(call, Family.SLOTS):
+        out = attend_chosen(call, query, keys, values, slots, padded=stands is not None)
+    else:
+        if there is None:
             key, value = entries.candidates(keys), entries.candidates(values)
         else:
-            key, value = take_slots(slots, keys, values)
-        out, pairs = _attend_pairs(call, query, key, value), key.shape[:-1].numel()
-    out = _with_rest(out, grouped, choice.weight, choice.rest)
-    rows_and_heads = keys.shape[0] * keys.shape[1]
-    pair = keys.shape[-1] + values.shape[-1]
-    return out, choice.estimate * rows_and_heads + pairs * pair, slots
+            key, value = take_slots(there, keys, values)
+        mask = None if stands is None else stands.flatten(1, -2)
+        out = _attend_pairs(call, query, key, value, mask)
+    return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
 
 
 def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor | None) -> Tensor:
@@ -311,40 +321,9 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
     return mixed.to(out.dtype).view_as(out)
 
 
-def _attend_padded(
-    entries: PaddedEntries | FixedEntries, call: Call, keys: Tensor, values: Tensor
-) -> tuple[Tensor, int, Tensor]:
-    """The same for sequences of different lengths at once; of the slots, -1 stands for none."""
-    grouped = group_queries(call.query, keys.shape[1])[:, :, :, 0]
-    choice = _choose_padded(entries, call, grouped, keys)
-    slots = choice.slots
-    stands = slots >= 0
-    if entries.index is not None:
-        slots = entries.index.gather(2, slots.clamp(min=0).flatten(2)).view(slots.shape)
-        slots = slots.masked_fill(~stands, -1)
-    if can_run(call, Family.SLOTS):
-        out = attend_chosen(call, call.query, keys, values, slots, padded=True)
-    else:
-        there = slots.clamp(min=0)  # a slot in use, whose numbers are finite
-        key, value = take_slots(there, keys, values)
-        out = _attend_pairs(call, call.query, key, value, stands.flatten(1, -2))
-    out = _with_rest(out, grouped, choice.weight, choice.rest)
-    return out, choice.numbers, slots
-
-
-@dataclass(frozen=True)
-class _PaddedChoice:
-    """Slots of all sequences, those that read all included, and how many numbers that reads."""
-
-    slots: Tensor
-    numbers: int
-    weight: Tensor | None = None
-    rest: Tensor | None = None
-
-
 def _choose_padded(
     entries: PaddedEntries | FixedEntries, call: Call, query: Tensor, keys: Tensor
-) -> _PaddedChoice:
+) -> _Chosen:
     dense, tokens, heads = entries.dense, entries.tokens, keys.shape[1]
     pair = keys.shape[-1] + call.value.shape[-1]
     whole = [count for count, alone in zip(tokens.known, dense, strict=True) if alone]
@@ -353,7 +332,7 @@ def _choose_padded(
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
         every = drop_beyond(every, tokens)
     if every is not None and all(dense):
-        return _PaddedChoice(every, sum(whole) * heads * pair)
+        return _Chosen(every, sum(whole) * heads * pair)
     view = RowsView(
         query=query,
         keys=entries.candidates(keys) if entries.index is None else keys,
@@ -377,7 +356,7 @@ def _choose_padded(
         of_lists, whole_rows = (alone[..., None], every[:, :, None]) if by_query else (alone, every)
         slots = torch.where(of_lists, whole_rows, slots)
         weight = None if weight is None else torch.where(alone, 1.0, weight)
-    return _PaddedChoice(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
+    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
 
 
 def _attend_pairs(
@@ -391,15 +370,19 @@ def _attend_pairs(
     return packed_attention(query, key, value, mask, call.scale)
 
 
-def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> Choice:
-    sinks = None if call.sinks is None else call.sinks.view(query.shape[1], -1)
-    view = ReadView(
-        query=query,
-        keys=entries.candidates(keys) if entries.index is None else keys,
-        tables=entries.tables or {},
-        tokens=entries.tokens,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=sinks,
-    )
-    return entries.reader.choose(view)
+def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> _Chosen:
+    choice, lists = Choice(None), keys.shape[0] * keys.shape[1]
+    if not entries.dense:
+        view = ReadView(
+            query=query,
+            keys=entries.candidates(keys) if entries.index is None else keys,
+            tables=entries.tables or {},
+            tokens=entries.tokens,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=None if call.sinks is None else call.sinks.view(query.shape[1], -1),
+        )
+        choice = entries.reader.choose(view)
+    pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
+    numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
+    return _Chosen(choice.slots, numbers, choice.weight, choice.rest)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,24 +16,6 @@ from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
 from kvtool.policies.read.rows import PerRow, RowsRead
 from kvtool.policies.read.view import Stored
-
-
-class Entries(Protocol):
-    """Batch entries of a layer and their tables: `IndexedEntries`, or a padded batch."""
-
-    @property
-    def rows(self) -> slice: ...
-
-    @property
-    def longest(self) -> int: ...
-
-    def candidates(self, buffer: Tensor) -> Tensor: ...
-
-    def tensors(self) -> list[Tensor]: ...
-
-    def append(self, keys: Tensor, values: Tensor) -> None: ...
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Entries: ...
 
 
 @dataclass
@@ -78,8 +59,7 @@ class IndexedEntries:
 
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
-        index = [] if self.index is None else [self.index]
-        return [*index, *(self.tables or {}).values()]
+        return _held(self.index, self.tables)
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
@@ -186,6 +166,11 @@ class FixedEntries:
     def tables(self) -> State:
         """The reader's."""
         return self.of.tables or {}
+
+    @property
+    def rows(self) -> slice:
+        """Which of the layer's batch entries: all."""
+        return self.of.rows
 
     def begin(self) -> None:
         """Copy the host's numbers to the device."""
@@ -312,8 +297,7 @@ class PaddedEntries:
 
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
-        index = [] if self.index is None else [self.index]
-        return [*index, *(self.tables or {}).values()]
+        return _held(self.index, self.tables)
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
@@ -383,6 +367,14 @@ class PaddedEntries:
             None if self.index is None else change(self.index),
             self.tables and {name: change(table) for name, table in self.tables.items()},
         )
+
+
+Entries = IndexedEntries | PaddedEntries
+"""Batch entries of a layer and their tables."""
+
+
+def _held(index: Tensor | None, tables: State | None) -> list[Tensor]:
+    return [*([] if index is None else [index]), *(tables or {}).values()]
 
 
 def _token(buffer: Tensor, slot: Tensor) -> Tensor:

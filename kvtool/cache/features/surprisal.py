@@ -211,8 +211,7 @@ class Surprisals(CachePart):
     def end_forward(self, logits: Tensor) -> None:
         """Note how unexpected the new tokens were."""
         new, self.arriving = self.arriving, None
-        if new is None:
-            raise RuntimeError("no forward is running")
+        assert new is not None, "begin_forward comes before"
         first = self._layers[0]
         used = first.slots.used
         found, self.next_logits = read_surprisals(new, logits, self.next_logits)
@@ -245,16 +244,11 @@ class Surprisals(CachePart):
         return make_view(first, (), first.slots.positions[:, :1, : first.slots.used], count)
 
     def _state(self) -> dict[str, Tensor]:
-        if self.table is None:
-            raise RuntimeError("nothing is stored")
+        assert self.table is not None, "something is stored"
         return {"surprisal": self.table[:, :, : self._layers[0].slots.used]}
 
     def _cut(self, view: SlotView, target: Count, slots: int) -> None:
-        """Keep `target` tokens of each batch entry, in ascending position.
-
-        Args:
-            slots: the largest target, or more.
-        """
+        """Keep `target` tokens of each batch entry, in ascending position."""
         state = self._state()
         forced = self._score.protected(state, view, view.held - target)
         scores = self._score.importance(state, view, None)
@@ -314,8 +308,7 @@ class Surprisals(CachePart):
         """Surprisals in ascending position, (batch, kept), and the logits that wait."""
         slots = self._layers[0].slots
         order = ascending(slots.stored_positions()[:, :1])[..., : slots.kept]
-        if self.next_logits is None:
-            raise RuntimeError("nothing has been read")
+        assert self.next_logits is not None, "something has been read"
         return self._state()["surprisal"].gather(2, order)[:, 0], self.next_logits
 
     def fill(self, scores: Tensor, next_logits: Tensor) -> None:

@@ -6,21 +6,17 @@ import sys
 
 from kvtool.cache.features.cache_part import CachePart, CacheParts
 from kvtool.cache.features.calidrop import Calibration
-from kvtool.cache.features.deferred_cut import Deferred
-from kvtool.cache.features.head_budgets import HeadBudgets
+from kvtool.cache.features.cuts import Deferred, HeadBudgets
 from kvtool.cache.features.held_queries import HeldQueries
-from kvtool.cache.features.hidden_states import HiddenStates
 from kvtool.cache.features.merge_memory import MergeMemory
-from kvtool.cache.features.parents import Parents
-from kvtool.cache.features.projection import Projection
 from kvtool.cache.features.queries import LastQueries, Moments, QueryWindow
 from kvtool.cache.features.repetition import Repetition
 from kvtool.cache.features.rope_shift import RopeShift
+from kvtool.cache.features.shown import HiddenNumbers, Parents, Projection
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.features.surprisal import Surprisals
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import LayerSite, Part, Refusing
+from kvtool.cache.slots.part import CutSchedule, LayerSite, Part, Refusing
 from kvtool.policies.policy import Policy
 
 FEATURES: tuple[type[Part], ...] = (
@@ -29,7 +25,6 @@ FEATURES: tuple[type[Part], ...] = (
     SparseIndex,
     HeadBudgets,
     Deferred,
-    LastQueries,
     HeldQueries,
     CutSchedule,
     QueryWindow,
@@ -37,7 +32,8 @@ FEATURES: tuple[type[Part], ...] = (
     Moments,
     Parents,
     Projection,
-    HiddenStates,
+    HiddenNumbers,
+    LastQueries,  # whose blocks may be stored at once, so behind those that look at them
 )
 
 

@@ -53,14 +53,6 @@ class Trace(Part):
         self.ranks, self.merged, self.reads = map(change, (self.ranks, self.merged, self.reads))
 
     def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
-        """Note how the tokens that might be evicted rank in their heads.
-
-        Args:
-            importance: (batch, kv_heads, slots) float32.
-            positions: (batch, kv_heads, slots), -1 = empty.
-            protected: bool (batch, kv_heads, slots), what stays whatever its importance is; None:
-                nothing.
-        """
         ranks = rank_bytes(importance, positions, protected)
         self.ranks = _put(self.ranks, positions, ranks)
 

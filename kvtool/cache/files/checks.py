@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.files.format import bad_file
 from kvtool.cache.hooks.probes import ask_recurrent
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import RANGES
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.maths.quantise import MOST_EXPONENT
 from kvtool.model_shape import LayerShape, layer_shapes

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.files.tensor_file import DamagedFile, TensorFile
+from kvtool.cache.tensor_files.tensor_file import DamagedFile, TensorFile
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.sizes import MOST_TOKENS
 from kvtool.weights_hash import weights_hash
@@ -101,12 +101,12 @@ def check_one_process(cache: KVCache) -> None:
 
 def weights_labels(model: PreTrainedModel) -> dict[str, str]:
     """What a file says of the weights that made it: a hash of all, and the one of older files."""
-    return {"weights": weights_fingerprint(model), "weights_sha256": weights_hash(model)}
+    return {"weights": weights_fingerprint(model), "weights_hash": weights_hash(model)}
 
 
 def has_weights(model: PreTrainedModel, metadata: Mapping[str, str]) -> bool:
     """Return whether a model has the weights of a file, which may be older than the whole hash."""
-    whole = metadata.get("weights_sha256")
+    whole = metadata.get("weights_hash")
     if whole is None:
         return metadata["weights"] == weights_fingerprint(model)
     return whole == weights_hash(model)

@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvtool.cache.build import make_cache
-from kvtool.cache.cache import KVCache
+from kvtool.cache.entry.build import make_cache
 from kvtool.cache.files.checks import check_ranks, check_tensors
 from kvtool.cache.files.format import (
     bad_file,
@@ -24,13 +23,14 @@ from kvtool.cache.files.format import (
     read_file,
 )
 from kvtool.cache.files.rope_checks import read_rope
-from kvtool.cache.files.tensor_file import digest_of
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import RANGES, CodedForm
+from kvtool.cache.tensor_files.tensor_file import digest_of
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.messages import ChatHistory, read_history
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.files.format import bad_file
-from kvtool.cache.rope_lengths import RopeLengths
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.settings import RopeLengths
 from kvtool.errors import KvtoolError
 
 _DIGITS = 10  # of a number of tokens, at most

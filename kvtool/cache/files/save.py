@@ -10,18 +10,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.files.format import (
     KIND,
     SCHEMA,
     check_one_process,
     weights_labels,
 )
-from kvtool.cache.files.tensor_file import digest_of, write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.probes import recurrent_states
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import RANGES, CodedForm
+from kvtool.cache.tensor_files.tensor_file import digest_of, write_tensors
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, printable
 from kvtool.identity import config_hash
 from kvtool.version import VERSION

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from weakref import WeakKeyDictionary
+
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvtool.cache.hooks import eager as eager_hooks
-from kvtool.cache.hooks import forward, rope, same_cache
+from kvtool.cache.hooks import forward, rope
 from kvtool.cache.hooks.attachment import Attachment, attachment, note_attachment, uncompiled
 from kvtool.cache.hooks.attention import kvtool_attention, kvtool_mask
 from kvtool.cache.hooks.families import check_supported
-from kvtool.cache.hooks.generate_calls import give_back_generate, stand_in_for_generate
+from kvtool.cache.hooks.families import notes as notes
+from kvtool.cache.hooks.generate_calls import GenerateCalls
+from kvtool.cache.hooks.same_cache import PreparedInputs
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import eager_families
@@ -58,8 +63,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     hooks = [*(eager_hooks.install(model) if eager else []), *forward.install(model)]
     hooks += rope.install(model)
     note_attachment(model, Attachment(before, hooks, eager=eager))
-    stand_in_for_generate(model)
-    same_cache.stand_in(model)
+    GenerateCalls.put_on(model)
+    PreparedInputs.put_on(model)
     return given
 
 
@@ -87,8 +92,8 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
     previous = attachment(model)
     if previous is None:
         return given
-    give_back_generate(model)
-    same_cache.give_back(model)
+    GenerateCalls.take_off(model)
+    PreparedInputs.take_off(model)
     for hook in previous.hooks:
         hook.remove()
     hidden = previous.hidden()
@@ -100,6 +105,37 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
         model.set_attn_implementation(previous.implementation)
     note_attachment(model, None)
     return given
+
+
+_LOCK = threading.Lock()
+_USES: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+"""Models that are attached for a while only, and how many uses they are in."""
+
+
+def attach_for_a_while(model: PreTrainedModel) -> None:
+    """Attach a model until it is given back as often as it was taken."""
+    with _LOCK:
+        if attachment(model) is None:
+            attach(model)
+            _USES[model] = 0
+        if model in _USES:
+            _USES[model] += 1
+
+
+def give_back(model: PreTrainedModel, *, keep: bool) -> None:
+    """End one use of a model; the last one detaches it.
+
+    Args:
+        keep: leave it attached for good.
+    """
+    with _LOCK:
+        if model not in _USES:
+            return  # its caller has attached it, or it is kept
+        _USES[model] -= 1
+        if keep or _USES[model] == 0:
+            del _USES[model]
+            if not keep:
+                detach(model)
 
 
 AttentionInterface.register(IMPLEMENTATION, kvtool_attention)

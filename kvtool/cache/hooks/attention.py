@@ -20,9 +20,9 @@ from kvtool.cache.hooks.masks import is_callers, note_own
 from kvtool.cache.hooks.training import dropout_refused
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import refusal
+from kvtool.cache.steps.attend import any_shared_kv, find_shared_kv
 from kvtool.cache.steps.attend_block import attend_shared_kv
 from kvtool.cache.steps.call import Call, StepContext, take_mask_target, take_pending
-from kvtool.cache.steps.shared_kv import any_shared_kv, find_shared_kv
 from kvtool.cache.steps.step import run_step
 from kvtool.errors import KvtoolError
 

@@ -1,15 +1,14 @@
 """Open blocks of `kvtool.compressed`, and the one that a call of `generate` is made in.
 
-A context variable distinguishes coroutines of one thread: each task has a context of its own, which
-`asyncio.to_thread` copies. Generators share the context of whoever drives them, so that for a block
-opened in one, the stack is asked as well. A call from a context without any open block (a
-streamer's thread, an executor's) belongs to the blocks that are open, if they agree.
+A context variable holds them: each task has a context of its own, which `asyncio.to_thread` copies.
+Generators share the context of whoever drives them, so the block of one that is suspended does not
+count. A call from a context without any open block (a streamer's thread, an executor's) belongs to
+the blocks that are open, if they agree.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,13 +18,11 @@ from types import FrameType
 
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.settings import CacheSettings
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
 
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-_TASK = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_SEPARATE = "load the model once more, or let one block end first"
 
 
 @dataclass(frozen=True)
@@ -53,6 +50,7 @@ class Block:
     Attributes:
         maker: what its calls are given caches of.
         thread: that opened it.
+        around: blocks whose code waits until this one ends.
         open: whether it has not ended.
     """
 
@@ -63,46 +61,22 @@ class Block:
             frame: of the generator that a `with` statement has entered.
         """
         self.maker, self.thread, self.open = maker, threading.get_ident(), True
-        self._model = weakref.ref(model)
-        self._frame: FrameType | None = _owner(frame)
-        around = [block for block in _HERE.get() if block.open and block.on_stack]
-        self._around = () if self._flags & _GENERATOR else tuple(around)
-        _HERE.set((*_HERE.get(), self))
+        self.model = weakref.ref(model)
+        frame, here = _owner(frame), _HERE.get()
+        self._generator = frame if frame.f_code.co_flags & _GENERATOR else None
+        around = [block for block in here if block.open and not block.suspended]
+        self.around = () if self._generator is not None else tuple(around)
+        _HERE.set((*here, self))
 
     def close(self) -> None:
         """End it; contexts that were copied from this one may still name it."""
-        self.open, self._frame, self._around = False, None, ()
+        self.open, self._generator, self.around = False, None, ()
         _HERE.set(tuple(block for block in _HERE.get() if block is not self))
-
-    @property
-    def on_stack(self) -> bool:
-        """Whether the function that opened it is running, or waits for what is."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
 
     @property
     def suspended(self) -> bool:
         """Whether a generator opened it that does not run now."""
-        return bool(self._flags & _GENERATOR) and not self.on_stack
-
-    @property
-    def of_a_task(self) -> bool:
-        """Whether a coroutine opened it, beside which others of its thread run."""
-        return bool(self._flags & _TASK)
-
-    @property
-    def _flags(self) -> int:
-        return 0 if self._frame is None else self._frame.f_code.co_flags
-
-    def is_over(self, model: PreTrainedModel) -> bool:
-        """Whether it was a block of this model, and has ended."""
-        return not self.open and self._model() is model
-
-    def holds_up(self, other: Block) -> bool:
-        """Whether the code around another block waits until this one ends."""
-        return any(block is other for block in self._around)
+        return self._generator is not None and self._generator.f_back is None
 
 
 _HERE: ContextVar[tuple[Block, ...]] = ContextVar("kvtool_blocks", default=())
@@ -141,7 +115,7 @@ def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | No
     if entered:
         return entered[-1]
     found = mine or list(blocks)
-    found = [block for block in found if not any(other.holds_up(block) for other in found)]
+    found = [block for block in found if not any(block in other.around for other in found)]
     last = found[-1]
     if any(block.maker.settings != last.maker.settings for block in found):
         names = ", ".join(dict.fromkeys(block.maker.name for block in found))
@@ -151,20 +125,14 @@ def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | No
             hint="call generate where the block is open: asyncio.to_thread takes its context along"
             ", run_in_executor and new threads do not",
         )
-    if mine:
-        return last
-    if any(block.thread == threading.get_ident() and block.of_a_task for block in found):
+    ended = any(not block.open and block.model() is model for block in here)
+    here_too = any(block.thread == threading.get_ident() for block in found)
+    if not mine and (ended or here_too):
         raise UsageError(
-            f"another task of this thread compresses this model's calls by {last.maker.name}, "
-            "and this call is outside of its block",
+            "this call is outside of the open kvtool.compressed block, which compresses this "
+            f"model's calls by {last.maker.name}: its own has ended, or is another task's",
             hint='open a block here, too ("full" keeps everything), '
             "or set the policy for good: kvtool.attach(model, policy=..)",
-        )
-    if any(block.is_over(model) for block in here):
-        raise UsageError(
-            "the kvtool.compressed block that this call was made in has ended, "
-            f"and another one compresses this model's calls by {last.maker.name}",
-            hint=_SEPARATE,
         )
     return last
 
@@ -180,5 +148,5 @@ def check_threads(blocks: Sequence[Block], maker: CacheMaker) -> None:
             raise UsageError(
                 f"another thread compresses this model's calls by {other.maker.name}, "
                 f"and this one wants {maker.name}",
-                hint=_SEPARATE,
+                hint="load the model once more, or let one block end first",
             )

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.layers import why_not
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
@@ -28,6 +26,8 @@ from kvtool.cache.steps.view import (
     last_query_columns,
     make_rows,
 )
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import why_not
 from kvtool.errors import KvtoolError
 from kvtool.maths.attention import visible_keys
 from kvtool.policies.evidence import AttentionRows
@@ -225,18 +225,15 @@ class SeenBlock:
             watch.end()
         return self.out
 
-    def show_queries(self, layer: SlotLayer, block: Block) -> None:
-        """Show nothing: a policy that asks for queries is refused before."""
-
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:
         """Weights of the last queries of the prompt, or the sum of their votes."""
-        weights, last = self.weights, last_query_columns(layer, block.new)
+        weights, last = self.weights, last_query_columns(layer, block.view, block.new)
         index = last[:, None, None, :, None].expand(*weights.shape[:2], 1, -1, weights.shape[-1])
         valid = (block.new >= 0).gather(1, last) if layer.padded else None
         rows = make_rows(layer, weights.gather(3, index), None, valid)
         votes = vote_weights(layer, block, last.shape[1])
         return rows if votes is None else rows.summed(votes)
 
-    def postpone(self, layer: SlotLayer, block: Block) -> Block | None:
-        """The block: no policy that cuts a prompt once runs on such models."""
+    def end(self, layer: SlotLayer, block: Block) -> Block | None:
+        """The block: a policy that takes note of its queries is refused before."""
         return block

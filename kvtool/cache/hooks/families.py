@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-from kvtool.cache.layers import check_layers
+from kvtool.cache.whole.layers import check_layers
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, RECURRENT, SLIDING, window_width
 from kvtool.transformers_versions import eager_families, kv_sharing_layers, layer_types

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
 from kvtool.cache.hooks.training import check_training
+from kvtool.cache.steps.attend import forget_shared_kv
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
-from kvtool.cache.steps.shared_kv import forget_shared_kv
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.transformers_versions import cache_argument
 
@@ -78,7 +78,7 @@ def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -
         KvtoolError: positions of packed texts, of a tree, or with gaps.
     """
     layer, policy = cache.first_layer, cache.policy
-    by_place = bool(layer.parts.at["place_forward"])
+    by_place = cache.settings.renumbers
     if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
         return
     if cache.running.in_prompt or layer.seen_device is not None:
@@ -151,14 +151,9 @@ def _before_decoder(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
             check_running(cache, given, position_ids)
     if not cache.parts.by_logits:
         cache.begin_forward()
-    placing = cache.slot_layers[0].parts.at["place_forward"]
-    if not placing:
+    if not cache.settings.renumbers:
         return None
-    for part in placing:
-        placement, position_ids = part.place_forward(cache.slot_layers[0], given)
-        cache.running.place(placement)
-        given = {**given, "position_ids": position_ids}
-    return (), given
+    return (), {**given, "position_ids": cache.place_forward(given)}
 
 
 def _check_weights(cache: KVCache) -> None:

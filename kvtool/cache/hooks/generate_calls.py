@@ -6,10 +6,7 @@ cache that comes with another text would go on from the old one, unnoticed.
 
 from __future__ import annotations
 
-import inspect
 import threading
-import types
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,33 +16,29 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
 from kvtool.cache.hooks.same_cache import holding
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.whole.cache import KVCache
+from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.transformers_versions import given_cache, with_cache
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
-_NAME = "generate"
 _DEFAULT_NEW_TOKENS = 20  # of transformers, by default
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
-class GenerateCalls:
-    """Replaces `generate` on a model that runs kvtool's attention.
+class GenerateCalls(StandIn):
+    """Stands in for `generate`, and is called as transformers' own.
 
-    Called as transformers' own. A call that brings no cache gets a fresh one, where `set_maker` or
-    `open_block` says of what.
-
-    Attributes:
-        replaced: what other code had put in its place on this model, None for nothing.
+    A call that brings no cache gets a fresh one, where `set_maker` or `open_block` says of what.
     """
 
+    method = "generate"
+
     def __init__(self, model: PreTrainedModel) -> None:
-        self.__name__, self.__doc__ = _NAME, type(model).generate.__doc__
-        self.replaced = vars(model).get(_NAME)
-        self._model = weakref.ref(model)  # a model that is deleted is to be gone at once
+        super().__init__(model)
         self._for_good: CacheMaker | None = None
         self._blocks: list[Block] = []
         self._running = 0
@@ -53,11 +46,7 @@ class GenerateCalls:
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy of the model takes along: no call that runs here, and no open block."""
-        mine: dict[str, Any] = {"_blocks": [], "_running": 0, "_at_end": None}
-        return vars(self) | mine | {"_model": self._model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _model=weakref.ref(state["_model"]))
+        return super().__getstate__() | {"_blocks": [], "_running": 0, "_at_end": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
@@ -79,14 +68,19 @@ class GenerateCalls:
     def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
         cache = given_cache(kwargs)
         if cache is None and maker is not None:
-            self._check_implementation(kwargs)
+            if kwargs.get("cache_implementation") is not None:
+                raise UsageError(
+                    f"cache_implementation={kwargs['cache_implementation']!r} asks for another "
+                    "cache than the compressed one",
+                    hint="leave it out, or generate outside kvtool.compressed",
+                )
             cache = maker.make(self.model)
-            cache.expect_tokens(self._new_tokens(kwargs))
+            cache.expect_tokens(self._setting(kwargs, "max_new_tokens") or 0)
         if cache is not None or "past_key_values" in kwargs:
             kwargs = with_cache(kwargs, cache)
         if not isinstance(cache, KVCache):
             with holding(self.model, None):
-                return self._own(**kwargs)
+                return self.own(**kwargs)
         cache.check_whole()
         self._check_assisted(kwargs, cache.policy)
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
@@ -97,30 +91,11 @@ class GenerateCalls:
             holding(self.model, cache),
             self._announced(cache, kwargs, ids),
         ):
-            out = self._own(**kwargs)
+            out = self.own(**kwargs)
         texts = out if isinstance(out, Tensor) else out.sequences
         cache.remember(texts.cpu() if self._entries_are_texts(kwargs, cache, texts) else None)
         cache.end_with(None)
         return out
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.replaced or types.MethodType(type(self.model).generate, self))
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model that is called."""
-        model = self._model()
-        if model is None:
-            raise KvtoolError("the model is gone, and only its `generate` was kept")
-        return model
-
-    def _own(self, **kwargs: Any) -> Any:
-        """Call what this replaces."""
-        if self.replaced is not None:
-            return self.replaced(**kwargs)
-        model = self.model
-        return type(model).generate(model, **kwargs)
 
     def _setting(self, kwargs: dict[str, Any], name: str) -> Any:
         """Return a setting of a call: its own, that of the configuration it brings, the model's."""
@@ -145,18 +120,6 @@ class GenerateCalls:
                     f"assisted generation ({name}) takes tokens back, and {why}",
                     hint=f"generate without {name}, or with policy full",
                 )
-
-    def _check_implementation(self, kwargs: dict[str, Any]) -> None:
-        if kwargs.get("cache_implementation") is not None:
-            raise UsageError(
-                f"cache_implementation={kwargs['cache_implementation']!r} asks for another cache "
-                "than the compressed one",
-                hint="leave it out, or generate outside kvtool.compressed",
-            )
-
-    def _new_tokens(self, kwargs: dict[str, Any]) -> int:
-        """Return how many tokens the call generates at most; 0 where only a whole length is set."""
-        return self._setting(kwargs, "max_new_tokens") or 0
 
     @contextmanager
     def _announced(
@@ -244,27 +207,6 @@ class GenerateCalls:
             return
         at_end, self._at_end = self._at_end, None
         at_end(self.model)
-
-
-def generate_calls(model: PreTrainedModel) -> GenerateCalls | None:
-    """Return what replaces a model's `generate`, None if nothing does."""
-    found = vars(model).get(_NAME)
-    return found if isinstance(found, GenerateCalls) else None
-
-
-def stand_in_for_generate(model: PreTrainedModel) -> None:
-    """Replace a model's `generate` by a `GenerateCalls`, if it has one."""
-    if hasattr(model, "generate"):
-        setattr(model, _NAME, GenerateCalls(model))
-
-
-def give_back_generate(model: PreTrainedModel) -> None:
-    """Give a model its own `generate` back."""
-    calls = generate_calls(model)
-    if calls is not None:
-        delattr(model, _NAME)
-        if calls.replaced is not None:
-            setattr(model, _NAME, calls.replaced)
 
 
 def check_continues(cache: KVCache, ids: Tensor) -> None:

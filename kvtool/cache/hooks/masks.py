@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 
 _LOCAL = threading.local()

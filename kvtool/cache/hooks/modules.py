@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import HiddenHooks, ask_once, attachment
 from kvtool.cache.steps.call import Call, PendingStep
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.model_shape import FREE, layer_kinds, stores_latents
 from kvtool.policies.policy import Policy
@@ -109,23 +109,18 @@ def show_hidden(model: PreTrainedModel, policy: Policy) -> HiddenHooks:
             hint="take a policy that does not: snapkv",
         )
     hooks = HiddenHooks(
-        [
-            module.register_forward_pre_hook(partial(_show, i), with_kwargs=True)
-            for i, module in modules.items()
-        ]
+        [module.register_forward_pre_hook(_show, with_kwargs=True) for module in modules.values()]
     )
     noted.note_hidden(hooks)
     return hooks
 
 
-def _show(index: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
+def _show(module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Show a cache what enters the attention of a layer."""
     cache = _cache_of(args, kwargs)
-    if cache is None:
-        return
-    for part in cache.slot_layer(index).parts.at["note_hidden"]:
+    if cache is not None:
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        part.note_hidden(hidden, cache.running.unstored is None)
+        cache.running.show_hidden(hidden)
 
 
 def _cache_of(args: tuple, kwargs: dict) -> KVCache | None:

@@ -20,11 +20,11 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.hooks.attachment import ask_once, attachment
 from kvtool.cache.hooks.rope import length_kinds
 from kvtool.cache.slots.tensor_parallel import heads_of_layer, shards_of
 from kvtool.cache.steps.call import Call, PendingStep
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import RECURRENT, layer_kinds, layer_shapes, stores_latents, trained_length

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
-from kvtool.cache.rope_lengths import LengthRope, RopeLengths
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.settings import LengthRope, RopeLengths
 from kvtool.transformers_versions import given_cache
 
 _OF_LENGTH = ("dynamic", "longrope")  # kinds of RoPE whose factors depend on the text's length

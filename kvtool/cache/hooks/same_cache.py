@@ -10,10 +10,7 @@ A kvtool cache has chosen these factors for the whole text, so its call goes on 
 
 from __future__ import annotations
 
-import inspect
 import threading
-import types
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,11 +19,11 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import given_cache, returned_cache
 
-_NAME = "prepare_inputs_for_generation"
 _LOCAL = threading.local()
 
 
@@ -72,51 +69,24 @@ def holding(model: PreTrainedModel, cache: KVCache | None) -> Iterator[None]:
         calls.pop()
 
 
-class PreparedInputs:
-    """Replaces `prepare_inputs_for_generation` on a model that runs kvtool's attention.
+class PreparedInputs(StandIn):
+    """Stands in for `prepare_inputs_for_generation`: looks at the cache of a call's forwards."""
 
-    It looks at the cache of every forward in a call of `generate`.
-
-    Attributes:
-        replaced: what other code had put in its place on this model, None for nothing.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.__name__ = _NAME
-        self.replaced = vars(model).get(_NAME)
-        self._model = weakref.ref(model)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_model": self._model()}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _model=weakref.ref(state["_model"]))
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._own)
-
-    @property
-    def _own(self) -> Any:
-        """What this replaces."""
-        model = self._model()
-        if model is None:
-            raise KvtoolError("the model is gone")
-        return self.replaced or types.MethodType(getattr(type(model), _NAME), model)
+    method = "prepare_inputs_for_generation"
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         calls: list[tuple[PreTrainedModel, KVCache | None]] = getattr(_LOCAL, "calls", [])
-        model, cache = self._model(), calls[-1][1] if calls else None
-        if model is None or cache is None or calls[-1][0] is not model:
-            return self._own(*args, **kwargs)
+        model, cache = calls[-1] if calls else (None, None)
+        if cache is None or model is not self.model:
+            return self.own(*args, **kwargs)
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         before: object = given_cache(given)
         if before is not cache:
             raise set_aside(model)
-        inputs = self._own(*args, **kwargs)
+        inputs = self.own(*args, **kwargs)
         if _without(inputs, cache) and cache.rope.chosen is not None:
             # the model means to read the text again by other factors; the cache needs no others
-            inputs = GenerationMixin.prepare_inputs_for_generation(model, *args, **kwargs)
+            inputs = GenerationMixin.prepare_inputs_for_generation(self.model, *args, **kwargs)
         if _without(inputs, cache):
             raise set_aside(model)
         return inputs
@@ -126,18 +96,3 @@ def _without(inputs: dict[str, Any], cache: KVCache) -> bool:
     """Whether a forward would run over another cache, or none."""
     passed: object = given_cache(inputs)
     return passed is not cache
-
-
-def stand_in(model: PreTrainedModel) -> None:
-    """Replace what a model prepares its forwards with by a `PreparedInputs`."""
-    if hasattr(model, _NAME):
-        setattr(model, _NAME, PreparedInputs(model))
-
-
-def give_back(model: PreTrainedModel) -> None:
-    """Give a model back what it prepares its forwards with."""
-    found = vars(model).get(_NAME)
-    if isinstance(found, PreparedInputs):
-        delattr(model, _NAME)
-        if found.replaced is not None:
-            setattr(model, _NAME, found.replaced)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from kvtool.cache.cache import KVCache
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # in configurations

@@ -1,7 +1,6 @@
 """Count the tokens that a layer has seen, on the host, and by batch entry where they differ.
 
-`BatchLayer` has what transformers does with the batch entries of a layer (reorder, repeat, select),
-and refuses to crop one that cannot go back.
+`BatchLayer` has what transformers does with the batch entries of a layer (reorder, repeat, select).
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
-
-from kvtool.errors import KvtoolError
 
 
 class Addresses:
@@ -151,15 +148,8 @@ class BatchLayer(CacheLayerMixin):
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove == 0:
-            return
-        why = self.why_no_crop(abs(tokens_to_remove))
-        if why is not None:
-            raise KvtoolError(
-                f"this cache cannot be cropped: {why}",
-                hint="generate without an assistant model and without prompt lookup",
-            )
-        self.cut_off(abs(tokens_to_remove))
+        if tokens_to_remove:  # which the cache has checked
+            self.cut_off(abs(tokens_to_remove))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.reindex(lambda t: t.index_select(0, beam_idx.to(t.device)))

@@ -87,7 +87,7 @@ class SlotLayer(TokenCounts, BatchLayer):
         return self.window is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        form = make_form(self.policy.coding, self.index, key_states, value_states)
+        form = make_form(self.policy.codec, self.index, key_states, value_states)
         self._begin(form, *key_states.shape[:2])
 
     def begin_as(self, layer: SlotLayer, batch: int) -> None:

@@ -1,20 +1,21 @@
 """The part of a feature: what it keeps beside the slots of a layer, and does in the layer's steps.
 
 Reset, beams, files, bytes and going back are loops over a layer's parts, and a step calls the hooks
-that a part defines. So a new feature is one class in `kvtool.cache.features`, and one line in the
-table there.
+that a part defines. What a layer does in one way alone, a part does in its place: `AttendsTokens`,
+`CutsByHead` and `CutsLater`. So a new feature is one class in `kvtool.cache.features`, and one line
+in the table there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.memory import LayerBudget
 from kvtool.maths.rotation import Rotation
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import QueryCentres
@@ -25,26 +26,10 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-Correction = Callable[[Tensor, Tensor], Tensor]
-"""Of the output of a decoded token, (batch, heads, 1, value_dim), and its log-sum-exp (batch,
-kv_heads, group, 1) float32, what becomes of it."""
-
-
-class WaitingCut(Protocol):
-    """A cut that waits until all layers have seen the prompt.
-
-    Attributes:
-        sums: (batch, kv_heads, group, slots) float32, what the slots have received so far of each
-            query head; None before the first block.
-    """
-
-    sums: Tensor | None
-
-    def add(self, sums: Tensor, queries: Count) -> None:
-        """Add what the slots have received of a block, by the number of queries of each entry."""
-
-    def wait(self, importance: Tensor, block: Count) -> None:
-        """Keep the scores of a block until the cut, with the number of tokens of each entry."""
+Correction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""What becomes of an output. It takes some queries of a block, from a row on, or of a decoded
+token, (batch, heads, rows, head_dim); their output over the slots, (batch, heads, rows, value_dim),
+and its log-sum-exp, (batch, kv_heads, group, rows) float32; and the first row."""
 
 
 class HasParts(Protocol):
@@ -63,8 +48,6 @@ class LayerSite:
         rotation: by which the layer rotates keys and queries, where the policy asks; None: by none.
         projection: returns the weight of the attention's output projection, (hidden_size, heads *
             value_dim), where the policy asks; None: it does not, or no model is known.
-        hooks: show the layer what enters its attention, as long as a cache holds them; None as for
-            `projection`.
         above: the layers of free budget before this one.
         centres: of the layer's queries, from a file; None: the prompt's own.
     """
@@ -73,7 +56,6 @@ class LayerSite:
     index: int
     rotation: Rotation | None = None
     projection: Callable[[], Tensor] | None = None
-    hooks: object = None
     above: Sequence[Any] = ()
     centres: QueryCentres | None = None
 
@@ -97,39 +79,17 @@ class Lanes:
 
 
 HOOKS = (
-    "place_forward",
-    "note_hidden",
-    "begin_prompt",
-    "waiting_cut",
-    "place_block",
-    "begin_block",
-    "correct_block",
-    "reorder",
-    "note_queries",
-    "postpone",
-    "before_block",
-    "show_block",
-    "fixed_heads",
-    "split_heads",
-    "select",
+    "place",
+    "correct",
+    "take_block",
     "end_block",
-    "prepare_decode",
-    "begin_token",
     "note_token",
-    "place_token",
-    "attend_token",
     "stationary",
     "allows_static",
-    "begin_static",
-    "end_static",
     "show",
-    "voting_budget",
     "note_scores",
-    "show_eviction",
     "take_evicted",
     "take_decoded",
-    "note_merged",
-    "note_reads",
     "slot_left",
     "slots_left",
 )
@@ -139,8 +99,9 @@ HOOKS = (
 class Part:
     """What one feature keeps beside the slots; empty until the feature has something to keep.
 
-    In the hooks, `layer` is a `SlotLayer`, `call` a `kvtool.cache.steps.call.Call`, and `block` a
-    `kvtool.cache.steps.block.Block`. A step runs only the hooks that a part defines; see `Parts`.
+    In the hooks, `layer` is a `SlotLayer`, `call` a `kvtool.cache.steps.call.Call`, `block` a
+    `kvtool.cache.steps.block.Block`, and `view` a `kvtool.policies.parts.SlotView`. A step runs
+    only the hooks that a part defines; see `Parts`.
 
     Attributes:
         name: by which a layer knows it.
@@ -210,139 +171,41 @@ class Part:
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Take back what `tensors` gave, from all tensors of the layer."""
 
-    # ---- forwards
+    # ---- blocks of a prompt, and decoded tokens
 
-    def place_forward(self, layer: Any, given: Mapping[str, Any]) -> tuple[Any, Tensor]:
-        """Number the tokens of a forward, in the first layer of a cache.
-
-        Args:
-            given: the forward's arguments by name.
-
-        Returns:
-            A `kvtool.cache.steps.call.Placement`, and position ids for the model, (batch, q_len).
-        """
-        raise NotImplementedError
-
-    def note_hidden(self, hidden: Tensor, stored: bool) -> None:
-        """Take note of what enters a layer's attention, (batch, q_len, hidden_size).
+    def place(self, layer: Any, call: Any, block: Any) -> Any:
+        """Return the call with keys and queries where they are to be attended.
 
         Args:
-            stored: whether the tokens of the forward are stored.
+            block: None: a token is decoded.
         """
-
-    # ---- blocks of a prompt
-
-    def begin_prompt(self) -> None:
-        """Note that a block of a prompt comes, so that what was made to decode is of no use."""
-
-    def waiting_cut(self) -> WaitingCut | None:
-        """Return the cut that waits for other layers, so that the block is stored whole now."""
-        return None
-
-    def place_block(self, layer: Any, call: Any, block: Any) -> Any:
-        """Return the call with keys and queries where they are to be attended."""
         return call
 
-    def begin_block(self, layer: Any, call: Any, block: Any) -> None:
-        """Prepare for a block that is about to be attended."""
-
-    @property
-    def corrects(self) -> bool:
-        """Whether `correct_block` changes anything now."""
-        return False
-
-    def correct_block(self, query: Tensor, out: Tensor, lse: Tensor, start: int) -> Tensor:
-        """Return the output of some queries with what the part adds to it.
+    def correct(self, layer: Any, call: Any, block: Any) -> Correction | None:
+        """Prepare for what is about to be attended.
 
         Args:
-            query: (batch, heads, rows, head_dim), a chunk of the block from row `start` on.
-            out: (batch, heads, rows, value_dim) of the kept tokens and the block.
-            lse: (batch, kv_heads, group, rows) float32 of the same.
-        """
-        return out
-
-    def reorder(self, order: Tensor) -> None:
-        """Bring what is held of the tokens of a forward into another order, (batch, q_len)."""
-
-    def note_queries(self, layer: Any, call: Any, block: Any) -> None:
-        """Take note of the queries of a block that has been attended."""
-
-    def postpone(self, layer: Any, call: Any, block: Any) -> Any:
-        """Take in a block of a prompt that is cut once.
+            block: None: a token is decoded.
 
         Returns:
-            None where the prompt goes on, and the block has been stored whole. At its end, the
-            block.
+            What corrects the output then; None: nothing.
+        """
+        return None
+
+    def take_block(self, layer: Any, call: Any, block: Any) -> Any:
+        """Take note of a block that has been attended, and not been stored.
+
+        Returns:
+            The block as it is to be stored and cut; None: it has been stored whole, and the prompt
+            goes on.
         """
         return block
-
-    def before_block(self, query: Tensor, new: Tensor) -> tuple[Tensor, Tensor]:
-        """Put queries of earlier blocks, and their positions, before those of a block."""
-        return query, new
-
-    def show_block(self, view: Any) -> Any:
-        """Return the view of a block that has been attended, with what the policy uses."""
-        return view
-
-    def fixed_heads(self, layer: Any) -> Tensor | None:
-        """Return what each KV head may keep, (batch, kv_heads), whatever the scores; None: unknown.
-
-        Each head is then scored as if it had a cache of this budget to itself.
-        """
-        return None
-
-    def split_heads(
-        self, layer: Any, view: Any, importance: Tensor, protected: Tensor | None
-    ) -> Tensor | None:
-        """Return what each KV head may keep, (batch, kv_heads), as a layer is cut; None: the same.
-
-        Args:
-            view: the slots as the policy sees them.
-            importance, protected: the scores by which they are cut, and what stays in any case.
-        """
-        return None
-
-    def select(self, positions: Tensor | None) -> None:
-        """Note which tokens of a block a score has chosen that evicts none; None: all.
-
-        Args:
-            positions: (batch, kv_heads, slots), -1 = empty.
-        """
 
     def end_block(self) -> None:
         """Note that a block has been stored, and cut if it was over the budget."""
 
-    # ---- decoded tokens
-
-    def prepare_decode(self, layer: Any, traffic: Any) -> None:
-        """Prepare for decoded tokens, unless that was done since the last prompt.
-
-        Args:
-            traffic: the `kvtool.cache.traffic.TrafficBudgets` of the cache; None: it has none.
-        """
-
-    def begin_token(self, layer: Any, call: Any) -> Correction | None:
-        """Prepare for a decoded token that is about to be attended.
-
-        Returns:
-            What corrects its output then; None: nothing.
-        """
-        return None
-
     def note_token(self, layer: Any, call: Any) -> None:
         """Take note of the query of a decoded token, which has just been counted."""
-
-    def place_token(self, layer: Any, call: Any) -> Any:
-        """Return the call with the keys and the query where they are to be attended."""
-        return call
-
-    def attend_token(self, layer: Any, call: Any) -> Tensor | None:
-        """Attend a decoded token in place of the layer; None: the layer attends it itself.
-
-        Returns:
-            (batch, heads, 1, value_dim).
-        """
-        return None
 
     def stationary(self) -> list[Tensor]:
         """Return the tensors that a static step reads or writes, where they are."""
@@ -352,31 +215,21 @@ class Part:
         """Return whether steps may be static."""
         return True
 
-    def begin_static(self, layer: Any) -> None:
-        """Put what a static step reads of the host's numbers where it looks for them."""
-
-    def end_static(self, layer: Any) -> None:
-        """Count on the host what a static step has done, which has run."""
-
     # ---- what policies see, and evicted tokens
 
     def show(self, layer: Any, view: Any) -> Any:
         """Return a view of slots with what the policy sees of the part."""
         return view
 
-    def voting_budget(self, budget: LayerBudget) -> LayerBudget:
-        """Return the budget by which the last queries of a prompt that vote are counted."""
-        return budget
-
     def note_scores(self, importance: Tensor, positions: Tensor, protected: Tensor | None) -> None:
         """Take note of the scores by which slots are cut, (batch, kv_heads, slots)."""
 
-    def show_eviction(self, view: Any, eviction: Eviction) -> Eviction:
-        """Return tokens evicted from the slots of a view with what the policy sees of the part."""
-        return eviction
+    def take_evicted(self, layer: Any, view: Any, eviction: Eviction) -> None:
+        """Make something of the tokens evicted from a block and the slots before it.
 
-    def take_evicted(self, layer: Any, eviction: Eviction) -> None:
-        """Make something of the tokens evicted from a block and the slots before it."""
+        Args:
+            view: the slots that they are evicted from.
+        """
 
     def take_decoded(self, layers: Sequence[Any], positions: Tensor) -> None:
         """Make something of the slot to reuse of each of some layers, before it is written over.
@@ -385,12 +238,6 @@ class Part:
             layers: that have a part of this kind; this one is that of the first.
             positions: (layers * batch, kv_heads, 1) of evicted tokens.
         """
-
-    def note_merged(self, positions: Tensor, merged: Tensor) -> None:
-        """Take note of the evicted tokens, and of which of them were merged into others."""
-
-    def note_reads(self, positions: list[Tensor]) -> None:
-        """Take note of the tokens that a decoded token has read."""
 
     def slot_left(self, state: dict[str, Tensor], positions: Tensor, evicted: Tensor) -> None:
         """Change the numbers beside slots, in place, as one of each head is to be reused.
@@ -410,19 +257,91 @@ class Part:
         """
 
 
-class Parts(dict[str, Part]):
-    """The parts of a layer by name, and by the hooks that they define.
+class AttendsTokens(Part):
+    """Attends decoded tokens in place of the layer, and chooses what is evicted from its sight."""
+
+    def prepare(self, layer: Any, traffic: Any) -> None:
+        """Prepare for decoded tokens, unless that was done since the last prompt.
+
+        Args:
+            traffic: the cache's `kvtool.cache.features.traffic.TrafficBudgets`; None: it has none.
+        """
+
+    def attend_token(self, layer: Any, call: Any) -> Tensor | None:
+        """Return (batch, heads, 1, value_dim); None: the layer attends the token itself."""
+        return None
+
+    def select(self, positions: Tensor) -> None:
+        """Note which tokens a score has chosen that evicts none.
+
+        Args:
+            positions: (batch, kv_heads, slots), -1 = empty.
+        """
+
+    def static_step(self, layer: Any) -> AbstractContextManager[None]:
+        """Put what a static step reads where it looks for it, and count what it has done."""
+        return nullcontext()
+
+
+class CutsByHead(Part):
+    """Splits the budget of the layer over its KV heads."""
+
+    def split_heads(
+        self, layer: Any, view: Any, importance: Tensor | None, protected: Tensor | None
+    ) -> Tensor | None:
+        """Return what each KV head may keep, (batch, kv_heads), as a layer is cut; None: the same.
+
+        Args:
+            view: the slots as the policy sees them.
+            importance: by which they are cut. None: it is not known. A split that does not depend
+                on it is returned, and each head then scored as if it had a cache to itself.
+            protected: what stays in any case.
+        """
+        return None
+
+
+class CutsLater(Part):
+    """Stores a prompt whole, to be cut once all layers have seen it.
 
     Attributes:
-        at: for each hook, the parts that define it; found once, when the layer is made.
+        active: whether a prompt is stored whole now; it may come in several forwards.
+        sums: (batch, kv_heads, group, slots) float32, what the slots have received so far of each
+            query head, 0 in slots of padding; None before the first block.
+    """
+
+    active: bool
+    sums: Tensor | None
+
+    def add(self, sums: Tensor, queries: Count) -> None:
+        """Add what the slots have received of a block, by the number of queries of each entry."""
+
+    def wait(self, importance: Tensor, block: Count) -> None:
+        """Keep the scores of a block until the cut, with the number of tokens of each entry."""
+
+
+class Parts(dict[str, Part]):
+    """The parts of a layer by name, and by what they do; found once, when the layer is made.
+
+    Attributes:
+        at: for each hook, the parts that define it.
+        attends, by_head, later: the part that does this in place of the layer; None: there is none.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
         super().__init__({part.name: part for part in parts})
         self.at: dict[str, tuple[Part, ...]] = dict.fromkeys(HOOKS, ())
+        self.attends: AttendsTokens | None = None
+        self.by_head: CutsByHead | None = None
+        self.later: CutsLater | None = None
         for part in self.values():
             for hook in part.hooks:
                 self.at[hook] += (part,)
+            if isinstance(part, AttendsTokens):
+                self.attends = part
+            elif isinstance(part, CutsByHead):
+                self.by_head = part
+            elif isinstance(part, CutsLater):
+                self.later = part
 
 
 class Refusing(Protocol):
@@ -458,3 +377,54 @@ def refusal(features: Iterable[Refusing], what: str, policy: Policy, model: str 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the numbers in some tensors."""
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+class CutSchedule(Part):
+    """How many tokens a layer will have seen when it is cut next.
+
+    Nothing is counted while tokens are decoded: the layer counts what it has seen.
+
+    Attributes:
+        spare: tokens above the budget at which a batch entry is cut.
+        until: tokens, padding included, that the layer will have seen when one of them may be;
+            None: not counted since the last prompt.
+    """
+
+    name = "cut_schedule"
+    joins_decode = False
+    joins_padded = False
+
+    def __init__(self, spare: int) -> None:
+        self.spare = spare
+        self.until: int | None = None
+
+    @classmethod
+    def make(cls, site: LayerSite) -> CutSchedule | None:
+        return None if site.policy.cuts is None else cls(site.policy.spare)
+
+    def for_heads(self, lanes: Lanes) -> CutSchedule:  # whose cuts come at other times
+        return CutSchedule(self.spare)
+
+    def clear(self) -> None:
+        self.until = None
+
+    def end_block(self) -> None:
+        self.clear()
+
+    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.until = None
+
+    def left(self, seen: int) -> int:
+        """Count the tokens until a cut, for a layer that has seen `seen`; 0 where it is unknown."""
+        return 0 if self.until is None else max(0, self.until - seen)
+
+    def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:
+        """Count anew; a device sync where entries differ.
+
+        Args:
+            held: tokens of each entry or head.
+            budget: of each.
+            seen: tokens that the layer has seen.
+        """
+        left = budget + self.spare - held
+        self.until = seen + max(0, int(left.min()) if isinstance(left, Tensor) else left)

@@ -101,8 +101,7 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
         slots: (batch, kv_heads, slots, ..), in ascending position, -1 at the end where a head keeps
             fewer.
     """
-    if layer.budget.by_head is None:
-        raise RuntimeError("the heads of this layer keep equally many tokens")
+    assert layer.budget.by_head is not None, "heads keep different counts"
     heads = slots.positions.shape[1]
     budgets: list[int] = layer.budget.by_head.flatten().tolist()
     filled: list[int] = (slots.positions >= 0).sum(-1).flatten().tolist()
@@ -153,12 +152,7 @@ def _bucket(
     *,
     uneven: bool,
 ) -> SlotLayer:
-    """Make the slot layer of some lanes; what is remembered for all heads stays with the layer.
-
-    Args:
-        form: of the lanes.
-        uneven: whether their counts or budgets differ.
-    """
+    """Make the slot layer of some lanes; what is remembered for all heads stays with the layer."""
     entries = lanes.entries
     own = [part.for_heads(lanes) for part in layer.parts.values()]
     parts = [part for part in own if part is not None]
@@ -179,11 +173,7 @@ def _bucket(
 
 
 def _bins(lanes: Iterable[int], needs: list[int], exact: bool = False) -> list[list[int]]:
-    """Put lanes together whose needs are close; the widest first, and lanes in ascending order.
-
-    Args:
-        exact: only those whose needs are equal.
-    """
+    """Put lanes together whose needs are close; the widest first, and lanes in ascending order."""
     bins: list[list[int]] = []
     for lane in sorted(lanes, key=lambda lane: -needs[lane]):
         widest = needs[bins[-1][0]] if bins else 0

@@ -172,11 +172,7 @@ class CodedForm(Form):
         return self.with_ranges(ranges, shifted=self.shifted)
 
     def _check(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Refuse keys and values of which rounding would leave the largest channels alone.
-
-        Raises:
-            KvtoolError: such keys or values.
-        """
+        """Refuse keys and values of which rounding would leave the largest channels alone."""
         decoded = self.dequantise(self.quantise(keys, values))
         for kind, numbers, rounded in zip(("keys", "values"), (keys, values), decoded, strict=True):
             lost = lost_share(numbers, rounded)

@@ -8,20 +8,22 @@ them.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import SLICE, CodedForm, Stored
 from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
-from kvtool.cache.steps.call import AttendedToken, Call
-from kvtool.cache.steps.shared_kv import SharedKV, share_kv
+from kvtool.cache.steps.block import Block
+from kvtool.cache.steps.call import AttendedToken, Call, StepContext
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import (
     attention_weights,
     attention_weights_lse,
@@ -55,8 +57,7 @@ def attend_codes(
         needs_lse: whether the log-sum-exp is needed.
     """
     form = layer.slots.form
-    if not isinstance(form, CodedForm):
-        raise RuntimeError("the slots of this layer hold no codes")
+    assert isinstance(form, CodedForm), "these slots hold codes"
     products, sinks, lse = _products(layer, form, call, stored), call.sinks, None
     if sinks is not None and sinks.dim() == 1:
         sinks = sinks.view(products.shape[1], -1)
@@ -91,18 +92,13 @@ def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:
     for own, part in _slices(stored):
         means = torch.matmul(flat[..., own], form.rounded_values(part))
         total = means if total is None else total + means
-    if total is None:
-        raise RuntimeError("a decoded token has nothing to attend to, not even itself")
+    assert total is not None, "a decoded token attends to itself"
     rotation = form.rotations[1]
     return (total if rotation is None else rotation.rotate_back(total)).flatten(1, 2)[:, :, None]
 
 
 def _slices(stored: Stored) -> Iterator[tuple[slice, Stored]]:
-    """Slices of the slots, in order, and what they hold.
-
-    All slots at once while a step is compiled: a graph must not depend on how many slices there
-    are.
-    """
+    """Slices of the slots, in order, and what they hold."""
     if torch.compiler.is_compiling():
         yield slice(None), stored
         return
@@ -118,8 +114,8 @@ TRITON_DEVICES = frozenset({"cuda"})
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that is among them, by the kernel that fits."""
     codes = layer.attends_codes
-    for part in layer.parts.at["place_token"]:
-        call = part.place_token(layer, call)
+    for part in layer.parts.at["place"]:
+        call = part.place(layer, call, None)
     visible = visible_slots(layer)
     stored = layer.slots.used_stored() if codes else None
     if call.context.shares_kv:
@@ -245,3 +241,54 @@ def packed_attention(
         mask = mask.expand(-1, key.shape[1], grouped.shape[2], -1)
     out = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     return out.flatten(1, 2)[:, :, None]
+
+
+_LOCAL = threading.local()
+
+
+@dataclass(frozen=True)
+class SharedKV:
+    """Keys and values of a layer that others read.
+
+    Attributes:
+        layer: the one that owns them.
+        key: (batch, kv_heads, kept + q_len, head_dim), as the owning layer attends them.
+        context: what the forward is like for it.
+        block: of a prompt; None: a token is decoded.
+        visible: of a decoded token, as for `attention_weights`; None: all keys.
+        stored: what the slots in use hold, where a decoded token attends to codes.
+    """
+
+    layer: SlotLayer
+    key: Tensor
+    context: StepContext
+    block: Block | None = None
+    visible: Tensor | None = None
+    stored: Stored | None = None
+
+
+def share_kv(shared: SharedKV) -> None:
+    """Keep what a layer attends to, until the forward of this thread has ended."""
+    _all()[shared.layer.index] = shared
+
+
+def find_shared_kv(key: Tensor) -> SharedKV | None:
+    """Return what is shared together with these keys, None where they are not shared."""
+    return next((shared for shared in _all().values() if shared.key is key), None)
+
+
+def any_shared_kv() -> bool:
+    """Say whether the running forward of this thread shares anything."""
+    return bool(_all())
+
+
+def forget_shared_kv() -> None:
+    """Drop what the forward of this thread has shared."""
+    _LOCAL.shared = {}
+
+
+def _all() -> dict[int, SharedKV]:
+    found: dict[int, SharedKV] | None = getattr(_LOCAL, "shared", None)
+    if found is None:
+        found = _LOCAL.shared = {}
+    return found

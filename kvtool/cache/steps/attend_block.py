@@ -13,6 +13,7 @@ when the layer that owns the keys has run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 
@@ -21,13 +22,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.steps.attend import attend_codes, attend_unseen, call_weights, call_weights_lse
+from kvtool.cache.slots.part import Correction
+from kvtool.cache.steps.attend import (
+    SharedKV,
+    attend_codes,
+    attend_unseen,
+    call_weights,
+    call_weights_lse,
+    share_kv,
+)
 from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import Call
-from kvtool.cache.steps.shared_kv import SharedKV, share_kv
 from kvtool.cache.steps.view import last_query_columns, make_rows
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import can_fuse, fused_attention, visible_keys, weighted_values
 from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_causal_columns
@@ -44,9 +52,12 @@ def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, 
         (batch, heads, rows, head_dim), and their positions, (batch or 1, rows), -1 = padding.
     """
     query, new = call.query, block.new
-    for part in layer.parts.at["before_block"]:
-        query, new = part.before_block(query, new)
-    last = last_query_columns(layer, new)
+    if block.earlier is not None:
+        before, places = block.earlier
+        rows = max(new.shape[0], places.shape[0])
+        query = torch.cat([before, query], 2)
+        new = torch.cat([places.expand(rows, -1), new.expand(rows, -1)], 1)
+    last = last_query_columns(layer, block.view, new)
     return take(query, last[:, None].expand(query.shape[0], -1, -1)), new.gather(1, last)
 
 
@@ -70,7 +81,7 @@ def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
 
 def _last_spans(layer: SlotLayer, spans: Tensor, block: Block, new: Tensor) -> Tensor:
     """Spans of the last queries; those of an earlier block see nothing later."""
-    columns = last_query_columns(layer, block.new)[..., None]
+    columns = last_query_columns(layer, block.view, block.new)[..., None]
     own = spans.gather(1, columns.expand(len(spans), -1, 2))
     earlier = new[:, : new.shape[1] - own.shape[1], None].expand(len(own), -1, 2)
     return torch.cat([earlier, own], 1)
@@ -208,8 +219,8 @@ class OwnBlock:
     def placed(self, layer: SlotLayer, block: Block) -> OwnBlock:
         """The same with keys and queries at their places among the kept tokens."""
         call = self.call
-        for part in layer.parts.at["place_block"]:
-            call = part.place_block(layer, call, block)
+        for part in layer.parts.at["place"]:
+            call = part.place(layer, call, block)
         return self if call is self.call else OwnBlock(call)
 
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor:
@@ -217,20 +228,21 @@ class OwnBlock:
         call = self.call
         if call.context.shares_kv:
             share_kv(SharedKV(layer, call.key, call.context, block))
-        for part in layer.parts.at["begin_block"]:
-            part.begin_block(layer, call, block)
-        corrected = any(part.corrects for part in layer.parts.at["correct_block"])
-        summed = observed and not (corrected or block.kept or layer.policy.observes_rows)
+        found = [part.correct(layer, call, block) for part in layer.parts.at["correct"]]
+        corrections = [each for each in found if each is not None]
+        summed = observed and not (corrections or block.kept or layer.policy.observes_rows)
         known = call.columns if summed else None
         if known is None or call.attended is None:
-            return self._attend(layer, block, observed, corrected)
+            return self._attend(layer, block, observed, corrections)
         if not known.give(layer, block):
-            self._attend(layer, block, observed, corrected)
+            self._attend(layer, block, observed, corrections)
             known.note(layer, block)
         return call.attended
 
-    def _attend(self, layer: SlotLayer, block: Block, observed: bool, corrected: bool) -> Tensor:
-        call = self.call
+    def _attend(
+        self, layer: SlotLayer, block: Block, observed: bool, corrections: Sequence[Correction]
+    ) -> Tensor:
+        call, corrected = self.call, bool(corrections)
         odd = corrected or _odd(layer, call)
         if observed and not odd and can_count(layer, call, Family.ROWS):
             return count_block(layer, call, block, observed)
@@ -239,27 +251,18 @@ class OwnBlock:
             return sum_block(layer, call, block)
         if not (observed or corrected):
             return attend_plain(layer, call, block) if call.attended is None else call.attended
-        return explicit_block(layer, call, block, observed)
+        return explicit_block(layer, call, block, observed, corrections)
 
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows:
         """Weights of the last queries of the prompt, or the sum of their votes."""
         return last_rows(layer, self.call, block)
 
-    def show_queries(self, layer: SlotLayer, block: Block) -> None:
-        """Show the block's queries to a policy that looks back from them, or uses all."""
-        for part in layer.parts.at["note_queries"]:
-            part.note_queries(layer, self.call, block)
-
-    def postpone(self, layer: SlotLayer, block: Block) -> Block | None:
-        """Take in a block of a prompt that is cut once.
-
-        Returns:
-            None where the prompt goes on: it is stored whole, and its last queries are kept. At its
-            end the block, counting the kept queries as its own.
-        """
-        for part in layer.parts.at["postpone"]:
-            return part.postpone(layer, self.call, block)
-        return block
+    def end(self, layer: SlotLayer, block: Block) -> Block | None:
+        """Show the attended block to whoever takes note of it; None: it has been stored whole."""
+        taken: Block | None = block
+        for part in layer.parts.at["take_block"]:
+            taken = part.take_block(layer, self.call, taken)
+        return taken
 
 
 def attend_plain(layer: SlotLayer, call: Call, block: Block) -> Tensor:
@@ -336,27 +339,32 @@ def _flash_block(layer: SlotLayer, call: Call) -> Tensor:
     return out.transpose(1, 2)
 
 
-def explicit_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
+def explicit_block(
+    layer: SlotLayer,
+    call: Call,
+    block: Block,
+    observed: bool,
+    corrections: Sequence[Correction] = (),
+) -> Tensor:
     """Attend a block by weights in full, chunk by chunk, which are shown to whoever observes."""
     parts = []
     valid = block.new >= 0 if layer.padded else None
     plain = not (layer.padded or _odd(layer, call))
     causal = plain and layer.window is None  # all but the chunk's own keys are visible
     watch = RowWatcher(layer, block) if observed else None
-    correcting = [part for part in layer.parts.at["correct_block"] if part.corrects]
     for start, stop in _chunks(layer, call.q_len, _EXPLICIT_ROWS):
         low, high = _reach(layer, call, block, start, stop)
         visible = _visible(layer, call, block, start, stop, low, high)
         query, key = call.query[:, :, start:stop], call.key[:, :, low:high]
         unsure = visible[..., block.kept + start :] if causal else visible
-        if not correcting:
+        if not corrections:
             weights = call_weights(call, query, key, unsure)
             parts.append(weighted_values(weights, call.value[:, :, low:high]))
         else:
             weights, lse = call_weights_lse(call, query, key, unsure)
             out = weighted_values(weights, call.value[:, :, low:high])
-            for part in correcting:
-                out = part.correct_block(query, out, lse, start)
+            for correct in corrections:
+                out = correct(query, out, lse, start)
             parts.append(out)
         if watch is not None:
             seen = None if valid is None else valid[:, start:stop]

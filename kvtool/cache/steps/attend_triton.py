@@ -18,7 +18,7 @@ from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.kernels import trust
-from kvtool.kernels.kind import CODES, Family
+from kvtool.kernels.checks import CODES, Family
 from kvtool.maths.attention import group_queries
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
@@ -184,8 +184,7 @@ def _over_codes(
     from kvtool.kernels.attend_codes import attend_codes
 
     form, stored = slots.form, slots.used_stored()
-    if not isinstance(form, CodedForm):
-        raise RuntimeError("these slots hold no codes that a kernel reads")
+    assert isinstance(form, CodedForm), "these slots hold codes"
     of_values, query = form.rotations[1], call.query
     if form.shifted or form.rotations[0] is not None:
         rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import WaitingCut
+from kvtool.cache.slots.part import CutsLater
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import (
@@ -55,8 +55,8 @@ def cut(
         split: (batch, kv_heads) tokens of each head, where that is fixed; None: as the policy
             splits what the layer has.
     """
-    if split is None:
-        split = _split_heads(layer, view, importance, protected)
+    if split is None and layer.parts.by_head is not None:
+        split = layer.parts.by_head.split_heads(layer, view, importance, protected)
     if split is not layer.budget.by_head:
         layer.set_budget(layer.budget.split(split))
     if split is None:
@@ -76,22 +76,6 @@ def cut(
     return chosen
 
 
-def _fixed_heads(layer: SlotLayer) -> Tensor | None:
-    """What each KV head may keep, (batch, kv_heads), where that is known before any score."""
-    for part in layer.parts.at["fixed_heads"]:
-        return part.fixed_heads(layer)
-    return None
-
-
-def _split_heads(
-    layer: SlotLayer, view: SlotView, importance: Tensor, protected: Tensor | None
-) -> Tensor | None:
-    """What each KV head may keep, (batch, kv_heads); None: all the same."""
-    for part in layer.parts.at["split_heads"]:
-        return part.split_heads(layer, view, importance, protected)
-    return None
-
-
 @dataclass(frozen=True)
 class Block:
     """A block of new tokens behind the kept slots of a layer.
@@ -103,13 +87,16 @@ class Block:
         kept: how many slots come before the block.
         waiting: takes the sums and scores of a block that is stored whole, and cut once all layers
             have seen the prompt. None: the layer is cut at the block's end.
+        earlier: queries that vote beside the block's own, (batch, heads, rows, head_dim), and their
+            positions, (batch or 1, rows); None: none do.
     """
 
     new: Tensor
     view: SlotView
     state: State
     kept: int
-    waiting: WaitingCut | None = None
+    waiting: CutsLater | None = None
+    earlier: tuple[Tensor, Tensor] | None = None
 
 
 def enter_block(
@@ -145,10 +132,8 @@ def enter_block(
         _check_prompt(layer, state[PROMPT])
     keys = (raw_key,) if layer.policy.shows_keys else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
-    waiting = None
-    for part in layer.parts.at["waiting_cut"]:
-        waiting = part.waiting_cut()
-    return Block(new, view, state, kept, waiting)
+    later = layer.parts.later
+    return Block(new, view, state, kept, later if later is not None and later.active else None)
 
 
 def _check_prompt(layer: SlotLayer, prompt: Tensor) -> None:
@@ -230,22 +215,20 @@ def leave_block(
         keys, values = raw_key[:, :, block.kept :], raw_value[:, :, block.kept :]
         layer.slots.fit(layer.index, keys, values, block.new, padded=layer.padded)
     view, waiting = block.view, block.waiting
-    for part in layer.parts.at["show_block"]:
-        view = part.show_block(view)
     if waiting is not None:
         view, rows = vote_again(layer.policy, view, rows)
         importance, _ = score(layer.policy, view, block.state, rows, 0)
         waiting.wait(importance, view.block)
         store_block(layer, block, raw_key, raw_value)
         return None
-    for part in layer.parts.at["select"]:
-        part.select(None)
     if not _over_budget(layer, block):
         store_block(layer, block, raw_key, raw_value)
         if layer.budget.by_head is not None:
             to_ragged(layer, layer.sorted_slots())
         return None
-    split = _fixed_heads(layer)
+    split, by_head = None, layer.parts.by_head
+    if by_head is not None:
+        split = by_head.split_heads(layer, view, None, None)
     if split is not None:
         view = replace(view, budget=split[..., None])
     evicted = at_least_zero(view.held - (layer.budget.tokens if split is None else view.budget))
@@ -255,8 +238,9 @@ def leave_block(
     if layer.policy.select_only:
         slots = min(layer.budget.max_budget, view.positions.shape[2])
         budget = layer.budget.tokens
-        for part in layer.parts.at["select"]:
-            part.select(keep_top(importance, view.positions, budget, protected, slots)[1])
+        if layer.parts.attends is not None:
+            chosen = keep_top(importance, view.positions, budget, protected, slots)
+            layer.parts.attends.select(chosen[1])
         store_block(layer, block, raw_key, raw_value)
         return None
     return cut(layer, view, block.state, (raw_key, raw_value), importance, protected, split)

@@ -91,6 +91,7 @@ class StepContext:
         norms: takes the log-sum-exp of a whole prompt's rows, where a kernel can return them; None:
             not asked for.
         unstored: attends tokens that are not stored; None: they are.
+        hidden: (batch, q_len, hidden_size), what has entered the attention; None: nobody asked.
     """
 
     kernel: str = "sdpa"
@@ -102,6 +103,20 @@ class StepContext:
     shares_kv: bool = False
     norms: RowNorms | None = None
     unstored: Unstored | None = None
+    hidden: Tensor | None = None
+
+    def shown_hidden(self) -> Tensor:
+        """Return the hidden states.
+
+        Raises:
+            KvtoolError: no forward of an attached model has brought them.
+        """
+        if self.hidden is None:
+            raise KvtoolError(
+                "the model has shown no hidden states to this cache",
+                hint="attach it, build the cache anew and feed it by the model's own forward",
+            )
+        return self.hidden
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.cache.slots.buffers import Slots
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.cache.steps.view import (
     held_slots,
@@ -80,10 +80,8 @@ def part_block(
             whole=not layer.masked and split is None,
             importance=importance,
         )
-        for part in layer.parts.at["show_eviction"]:
-            eviction = part.show_eviction(view, eviction)
         for part in taking:
-            part.take_evicted(layer, eviction)
+            part.take_evicted(layer, view, eviction)
         if form.codec is not None and layer.policy.shown_queries:
             lost = (eviction.evicted_positions >= 0).any(-1)
             kept = kept._replace(stored=_changed_values(form, stored, kept_values, lost))
@@ -93,11 +91,7 @@ def part_block(
 
 
 def _changed_values(form: Form, stored: Stored, values: Tensor, lost: Tensor) -> Stored:
-    """Store changed values; heads that have lost no token keep what is stored.
-
-    Args:
-        lost: bool (batch, kv_heads).
-    """
+    """Store changed values; heads that have lost no token keep what is stored."""
     new, heads = form.with_values(stored, values), lost[..., None, None]
     return {name: torch.where(heads, new[name], own) for name, own in stored.items()}
 
@@ -105,14 +99,7 @@ def _changed_values(form: Form, stored: Stored, values: Tensor, lost: Tensor) ->
 def _evicted_slots(
     positions: Tensor, chosen: Tensor, kept: Tensor, fewest: int
 ) -> tuple[Tensor, Tensor]:
-    """Slots that are stored and not chosen, in ascending position.
-
-    Args:
-        fewest: slots that a batch entry or head keeps at least.
-
-    Returns:
-        (batch, kv_heads, evicted) indices and positions, -1 where a head loses fewer.
-    """
+    """Slots that are stored and not chosen, in ascending position."""
     stays = torch.zeros_like(positions, dtype=torch.bool).scatter_(2, chosen, kept >= 0)
     last = torch.iinfo(positions.dtype).max
     key = positions.masked_fill(stays | (positions < 0), last)

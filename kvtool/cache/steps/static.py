@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.counts import Addresses
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 
 
 def may_grow(layer: SlotLayer) -> bool:
@@ -32,7 +32,7 @@ def may_grow(layer: SlotLayer) -> bool:
 def _may_be_cut(store: SlotLayer) -> bool:
     """Whether the next token may have heads cut that are cut every few tokens, or has no slot."""
     schedule, slots = CutSchedule.of(store), store.slots
-    if schedule is None or store.parts.at["place_token"]:  # by the slots in use
+    if schedule is None or store.parts.at["place"]:  # by the slots in use
         return True
     left, full = schedule.left(store.seen), slots.kept >= store.budget.max_budget
     return left <= 1 or not full or slots.kept + left > store.budget.max_budget + schedule.spare
@@ -75,26 +75,25 @@ class StaticSteps:
             self.forget()
             self._layers, self._fixed = counting, [[] for _ in counting]
             self._addresses = [Addresses() for _ in counting]
-        for each in counting:
-            for part in each.parts.at["begin_static"]:
-                part.begin_static(each)
-        each_layer = zip(counting, self._addresses, self._fixed, strict=True)
-        self._fixed = [_fix(*each) for each in each_layer]
-        seen, ran = layers[0].seen, False
-        try:
+        with ExitStack() as ends:
             for each in counting:
-                each.begin_static(self._seen_on(each.slots.device))
-            for number in self._seen.values():
-                number.fill_(seen + 1)
-            yield
-            ran = True
-        finally:
-            for each in counting:
-                each.end_static(ran=ran)
-                for part in each.parts.at["end_static"] if ran else ():
-                    part.end_static(each)
-                if ran and each.slots.reserved is not None:
-                    each.slots.use_reserved()
+                if each.parts.attends is not None:
+                    ends.enter_context(each.parts.attends.static_step(each))
+            each_layer = zip(counting, self._addresses, self._fixed, strict=True)
+            self._fixed = [_fix(*each) for each in each_layer]
+            seen, ran = layers[0].seen, False
+            try:
+                for each in counting:
+                    each.begin_static(self._seen_on(each.slots.device))
+                for number in self._seen.values():
+                    number.fill_(seen + 1)
+                yield
+                ran = True
+            finally:
+                for each in counting:
+                    each.end_static(ran=ran)
+                    if ran and each.slots.reserved is not None:
+                        each.slots.use_reserved()
 
     def forget(self) -> None:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""

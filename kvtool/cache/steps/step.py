@@ -54,9 +54,7 @@ class BlockAttention(Protocol):
 
     def last_rows(self, layer: SlotLayer, block: Block) -> AttentionRows: ...
 
-    def postpone(self, layer: SlotLayer, block: Block) -> Block | None: ...
-
-    def show_queries(self, layer: SlotLayer, block: Block) -> None: ...
+    def end(self, layer: SlotLayer, block: Block) -> Block | None: ...
 
 
 class AttendedBlock(NamedTuple):
@@ -122,8 +120,7 @@ def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> Attend
     block = enter_block(layer, q_len, attention.positions, attention.raw[0], attention.value)
     attention = attention.placed(layer, block)
     out = attention.attend(layer, block, block_needs_all_rows(layer, block))
-    attention.show_queries(layer, block)
-    ended = attention.postpone(layer, block)
+    ended = attention.end(layer, block)
     if ended is None:
         return AttendedBlock(out, None)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
@@ -177,8 +174,8 @@ def _check_split(call: Call) -> None:
 def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     """Decode a token where something beside the slots has a say."""
     corrections = []
-    for part in layer.parts.at["begin_token"]:
-        correct = part.begin_token(layer, call)
+    for part in layer.parts.at["correct"]:
+        correct = part.correct(layer, call, None)
         if correct is not None:
             corrections.append(correct)
     layer.enter_token(call.positions)
@@ -187,8 +184,8 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     if isinstance(layer.ragged, RaggedBuffers):
         token = _decode_ragged(layer, layer.ragged, call, bool(corrections))
     else:
-        for part in layer.parts.at["attend_token"]:
-            found = part.attend_token(layer, call)
+        if layer.parts.attends is not None:
+            found = layer.parts.attends.attend_token(layer, call)
             if found is not None:
                 layer.slots.end_token()
                 return found
@@ -196,7 +193,7 @@ def _decode_with_parts(layer: SlotLayer, call: Call) -> Tensor:
     out = token.out
     for correct in corrections:
         if token.lse is not None:
-            out = correct(out, token.lse)
+            out = correct(call.query, out, token.lse, 0)
     if layer.ragged is None:
         end_token(layer, token, call.value, call.context.group)
     return out
@@ -235,6 +232,8 @@ def _decode_ragged(
             context=replace(call.context, placement=there, group=None),
         )
         bucket.enter_token(step.positions)
+        for part in bucket.parts.at["note_token"]:
+            part.note_token(bucket, step)
         token = attend_token(bucket, step, needs_lse)
         end_token(bucket, token, step.value, None)
         read += bucket.pairs_read * bucket.batch_size
@@ -257,8 +256,6 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
         # padding goes behind the tokens
         order = (call.positions < 0).long().argsort(dim=-1, stable=True)
         layer.slots.read_out_of_order()
-        for part in layer.parts.at["reorder"]:
-            part.reorder(order)
     kept, placement = call.key.shape[2] - call.q_len, call.context.placement
     latent = call.key is not call.raw_key
     sources = (call.key, call.value, call.raw_key, call.raw_value)
@@ -267,6 +264,9 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
     positions = call.positions
     if positions is not None and order is not None:
         positions = positions.gather(1, order)
+    hidden = call.context.hidden
+    if hidden is not None and order is not None:
+        hidden = hidden.gather(1, order[..., None].expand_as(hidden))
     attended = call.key[:, :, :kept], call.value[:, :, :kept]
     outs = []
     for rows in (slice(i, i + size) for i in range(0, call.q_len, size)):
@@ -277,6 +277,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             key = torch.cat([attended[0], new[0][:, :, rows]], 2)
             value = torch.cat([attended[1], new[1][:, :, rows]], 2)
         there = None if placement is None else placement.after(rows.start)
+        own = None if hidden is None else hidden[:, rows]
         step = replace(
             call,
             query=query[:, :, rows],
@@ -285,7 +286,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             raw_key=raw_key,
             raw_value=raw_value,
             positions=None if positions is None else positions[:, rows],
-            context=replace(call.context, placement=there, norms=None),
+            context=replace(call.context, placement=there, norms=None, hidden=own),
         )
         out, chosen = run_block(layer, OwnBlock(step), step.q_len)
         outs.append(out)

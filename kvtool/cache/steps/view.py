@@ -12,8 +12,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.cut_schedule import CutSchedule
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.attention import attention_weights, visible_keys
 from kvtool.maths.columns import add_columns
@@ -211,14 +211,11 @@ def vote_again(
     """
     if not policy.votes_again:
         return view, rows
-    if len(view.queries) != len(view.keys):
-        raise RuntimeError("nobody has shown the newest queries")
     weights, seen = [], []
     places = view.positions.chunk(len(view.keys))
     for keys, newest, positions in zip(view.keys, view.queries, places, strict=True):
         query, valid = newest.by_kv_head(keys.shape[1])
-        if newest.positions is None:
-            raise RuntimeError("no prompt has been seen")
+        assert newest.positions is not None, "a prompt has been seen"
         visible = visible_keys(newest.positions, positions)
         found = attention_weights(
             query.to(keys.dtype),
@@ -292,16 +289,18 @@ def with_empty_slots(
     return importance, unused if protected is None else (protected & over) | unused
 
 
-def last_query_columns(layer: SlotLayer, new: Tensor) -> Tensor:
+def last_query_columns(layer: SlotLayer, view: SlotView, new: Tensor) -> Tensor:
     """Index of the last queries of each batch entry that a policy sees: (batch or 1, rows).
 
     Args:
+        view: of the block that they are in.
         new: (batch or 1, q_len) positions of all queries, -1 = padding.
     """
-    budget = layer.budget
-    for part in layer.parts.at["voting_budget"]:
-        budget = part.voting_budget(budget)
-    count = min(layer.policy.ranking.voters(budget.max_budget), new.shape[1])
+    budget = view.first_layer_budget
+    if budget is None or budget is layer.budget.tokens:
+        budget = layer.budget.max_budget
+    most = int(budget.max()) if isinstance(budget, Tensor) else budget
+    count = min(layer.policy.ranking.voters(most), new.shape[1])
     place = torch.arange(new.shape[1], device=new.device)[None]
     if layer.padded:
         place = torch.where(new >= 0, place, -1).argsort(-1)

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvtool.cache.cache import KVCache
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.files.format import check_one_process, weights_labels
-from kvtool.cache.files.tensor_file import digest_of, write_tensors
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.probes import find_rotations
-from kvtool.cache.layers import attention_layers
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.tensor_files.tensor_file import digest_of, write_tensors
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import attention_layers
 from kvtool.engines.vllm.format import IDS, KIND, SCHEMA, facts_of
 from kvtool.engines.vllm.ids import FEWEST, virtual_ids
 from kvtool.errors import KvtoolError, UsageError, printable

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from kvtool.cache.build import build_cache, make_cache
-from kvtool.cache.cache import KVCache
+from kvtool.cache.entry.build import build_cache, make_cache
 from kvtool.cache.hooks.rope import length_rope
+from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices

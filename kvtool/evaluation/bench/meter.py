@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
 
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvtool.cache.features.repetition import Repetition
-from kvtool.generation.shared import can_share, prefill_shared
+from kvtool.generation.shared_prefill import can_share, prefill_shared
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-    from kvtool.cache.cache import KVCache
+    from kvtool.cache.whole.cache import KVCache
     from kvtool.planning.variants import Variant
 
 

@@ -53,7 +53,7 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
     summary = summarise(measured) if summary is None else summary
     headline = None if summary is None else summary.metrics[task.metric]
     return TaskResult(
-        arm=measured.variant,
+        variant=measured.variant,
         task=task.name,
         version=task.version,
         metric=task.metric,
@@ -184,7 +184,7 @@ def with_deltas(results: Sequence[TaskResult]) -> list[TaskResult]:
     text in blocks and the other token by token. Within a block, tokens see each other whatever the
     policy evicts.
     """
-    full = {result.task: result for result in results if is_baseline(result.arm)}
+    full = {result.task: result for result in results if is_baseline(result.variant)}
     compared = []
     for result in results:
         delta = _delta(result, full.get(result.task))
@@ -211,7 +211,7 @@ def averages(results: Sequence[TaskResult]) -> list[Average]:
     for result in results:
         suite, slash, _ = result.task.partition("/")
         if slash and result.best is not None:
-            groups[result.arm, suite].append(result)
+            groups[result.variant, suite].append(result)
     found = []
     for (variant, suite), members in groups.items():
         same = len({(member.best, member.lower_is_better) for member in members}) == 1
@@ -222,7 +222,7 @@ def averages(results: Sequence[TaskResult]) -> list[Average]:
         deltas = [member.delta for member in members if member.delta is not None]
         found.append(
             Average(
-                arm=variant,
+                variant=variant,
                 suite=suite,
                 tasks=[member.task for member in members],
                 value=statistics.fmean(values),

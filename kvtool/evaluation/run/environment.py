@@ -87,7 +87,7 @@ def without_home(text: str) -> str:
 
 def model_used(loaded: Loaded) -> ModelUsed:
     """Describe a loaded model."""
-    from kvtool.cache.build import kernel_of
+    from kvtool.cache.entry.build import kernel_of
 
     shape = ModelShape.of(loaded.model.config, name=loaded.name)
     return ModelUsed(

@@ -26,9 +26,9 @@ _DIGITS = 16
 _DIFFER = {  # parts of a fingerprint, and what it means that one differs
     "prompt": "is one to another prompt",
     "settings": "was given under other settings",
+    "package": "was given by another kvtool: its version or its code has changed",
     "model": "is another model's",
     "policy": "was given by other code of the policy",
-    "package": "was given by another kvtool: its version or its code has changed",
 }
 
 
@@ -40,7 +40,7 @@ def digest(value: Any) -> str:
 
 def model_digest(loaded: Loaded) -> str:
     """Hash what of a model decides on its answers: all weights, configuration, tokenizer, dtype."""
-    from kvtool.cache.build import kernel_of
+    from kvtool.cache.entry.build import kernel_of
     from kvtool.evaluation.run.environment import text_hash
     from kvtool.weights_hash import weights_hash
 

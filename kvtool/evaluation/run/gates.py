@@ -96,12 +96,12 @@ def judge(gates: Sequence[Gate], results: Sequence[TaskResult]) -> list[GateResu
 
 
 def _is_full(result: TaskResult) -> bool:
-    return result.arm.partition(",")[0] == BASELINE
+    return result.variant.partition(",")[0] == BASELINE
 
 
 def _judge(gate: Gate, result: TaskResult) -> GateResult:
     sign = -1 if result.lower_is_better else 1
-    about = {"arm": result.arm, "task": result.task}
+    about = {"variant": result.variant, "task": result.task}
     if gate.least is not None:
         value = result.value
         passed = value is not None and sign * value >= sign * gate.least

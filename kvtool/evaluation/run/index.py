@@ -244,7 +244,7 @@ def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
     full = {
         each.task.name: (each, result)
         for each, result in zip(measured, scored, strict=True)
-        if is_baseline(result.arm)
+        if is_baseline(result.variant)
     }
     return [
         result.model_copy(update={"paired": _paired(each, result, full.get(each.task.name))})

@@ -25,8 +25,7 @@ from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError
 from kvtool.evaluation.claims import judge_claim
-from kvtool.evaluation.corrected import compare
-from kvtool.evaluation.pairs import variant_entry
+from kvtool.evaluation.pairs import compare, variant_entry
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
 from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference, model_digest
@@ -173,7 +172,7 @@ class Run:
         index = SamplesDocument(
             model=_identity(loaded, used),
             protocol=ProtocolEntry(**asdict(protocol)),
-            arms=[variant_entry(variant) for variant in variants],
+            variants=[variant_entry(variant) for variant in variants],
             tasks=[task_entry(job) for job in jobs],
         )
         plan = next((variant.plan for variant in variants if variant.plan is not None), None)
@@ -239,7 +238,7 @@ class Run:
             head if pairs is None else replace(head, pairs=tuple(pairs)),
             gates=gates or gates_of(results),
             within=within_of(results) if within is None else within,
-            variants=[read_variant(entry, index.plan) for entry in index.arms],
+            variants=[read_variant(entry, index.plan) for entry in index.variants],
             tasks=tasks,
         )
 
@@ -325,13 +324,13 @@ class Run:
             environment=self.head.environment,
             model=self.head.model,
             seed=self.head.seed,
-            arms=[variant_entry(variant) for variant in self._variants],
+            variants=[variant_entry(variant) for variant in self._variants],
             results=results,
             averages=averages(results),
             gates=judge(self.gates, results),
-            verdict=make_verdict(results, self.index.arms, self.within),
+            verdict=make_verdict(results, self.index.variants, self.within),
             samples=sample_names(measured),
-            differences=differences(results, self.index.arms),
+            differences=differences(results, self.index.variants),
             pairs=list(self.head.pairs),
         )
         if self.head.pairs:

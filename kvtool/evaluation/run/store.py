@@ -29,7 +29,7 @@ _DOCUMENTS = ("results.json", "recipe.lock.yaml", "samples.json", "report.html")
 
 
 class Store:
-    """`samples/ARM/TASK.jsonl` and the documents of one run.
+    """`samples/VARIANT/TASK.jsonl` and the documents of one run.
 
     Lines are appended and flushed one by one. A last line that a killed process left unfinished is
     dropped. A record with an `error` counts as not done.

@@ -28,7 +28,7 @@ class WrongAnswer:
         score: the headline of the whole sample, out of `best`.
     """
 
-    arm: str
+    variant: str
     sample: str
     question: int | None
     answer: str
@@ -55,7 +55,7 @@ def wrong_answers(
     store = Store(folder)
     index = read_samples(store)
     place = Place(index.model, Protocol(**index.protocol.model_dump()))
-    variants = {entry.name: read_variant(entry, index.plan) for entry in index.arms}
+    variants = {entry.name: read_variant(entry, index.plan) for entry in index.variants}
     found = {}
     for entry in index.tasks:
         task = read_task(entry, store)
@@ -74,7 +74,7 @@ def _chosen(results: ResultsDocument, task: Task, most: int) -> list[str]:
     best = task.best
     if best is None or task.lower_is_better:
         return []
-    scored = [(r.value, r.arm) for r in results.results if r.task == task.name]
+    scored = [(r.value, r.variant) for r in results.results if r.task == task.name]
     erring = [(value, variant) for value, variant in scored if value is not None and value < best]
     variants = [variant for _, variant in sorted(erring, key=lambda pair: -pair[0])]
     step = (len(variants) - 1) / max(1, most - 1)
@@ -101,7 +101,7 @@ def _wrong_among(
             continue
         place, turn = _first_miss(turns)
         yield WrongAnswer(
-            arm=variant,
+            variant=variant,
             sample=sample,
             question=place + 1 if len(turns) > 1 else None,
             answer=turn["prediction"],

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
-from kvtool.planning.batch_size import largest_batch
+from kvtool.planning.estimate import largest_batch
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Speed(Task):
         new_tokens: decoded steps.
         batch: prompts at a time, one number or several.
         memory: in place of `batch`, as many prompts as it holds (`512MiB`), of each variant; see
-            `kvtool.planning.batch_size`.
+            `kvtool.planning.estimate`.
         compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.
@@ -125,9 +125,9 @@ class Speed(Task):
         import torch
 
         from kvtool.generation import decode_step
+        from kvtool.generation.broken_numbers import broken_entries, explain
         from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
-        from kvtool.generation.finite import broken_entries, explain
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]

@@ -3,7 +3,7 @@
 Our own. It asks what R-KV asks (https://arxiv.org/abs/2505.24133), how much of its own trace a
 model still needs, without data and without a judge. Half of the variables follow the one before,
 the others any earlier one, so that what was worked out long ago may be needed again. Of 64 steps
-the answer is twice as long as the prompt. `kvtool.models.reference.trace` writes both.
+the answer is twice as long as the prompt. `kvtool.models.reference.steps_task` writes both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Lengths, Samples
-from kvtool.models.reference.trace import EXAMPLE, LONGEST, draw_trace
+from kvtool.models.reference.steps_task import EXAMPLE, LONGEST, draw_trace
 
 _SPARE = 1.25  # of the answer's tokens: a model that stumbles may still come to an end
 _STATED = re.compile(r"\b([A-Z]{2}):? ([a-z]+)\b")

@@ -10,7 +10,7 @@ import numpy as np
 from kvtool.errors import KvtoolError
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.trace import draw_trace, longest_within
+from kvtool.models.reference.steps_task import draw_trace, longest_within
 from kvtool.models.reference.vocabulary import BOS, decode, encode
 
 TASKS = {

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import order_key
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -54,8 +52,6 @@ def split_heads(
     Returns:
         (batch, kv_heads) int64.
     """
-    import torch
-
     batch, heads, n = scores.shape
     among = torch.ones_like(scores, dtype=torch.bool) if among is None else among
     offered = among.sum(-1)
@@ -81,8 +77,6 @@ def split_heads(
 
 def total_tokens(heads: Heads) -> Tensor:
     """Count the tokens that all heads of a layer may keep together: (batch, 1) int64."""
-    import torch
-
     budget = torch.as_tensor(heads.budget, device=heads.positions.device)
     batch, count = heads.positions.shape[:2]
     return budget.expand(batch, 1, 1)[..., 0] * count
@@ -106,8 +100,6 @@ def competing_tokens(
         (batch, kv_heads) int64; a sequence whose text fits gives every head an equal part of what
         is to spare.
     """
-    import torch
-
     among = heads.positions >= 0
     stored = among.sum(-1)
     forced = torch.zeros_like(stored)
@@ -134,8 +126,6 @@ def _as_ratio(part: float) -> tuple[int, int]:
 
 def _keys(scores: Tensor, among: Tensor) -> Tensor:
     """Make sortable integers: by score, then by position, then by head."""
-    import torch
-
     heads, n = scores.shape[1:]
     places = torch.arange(n, device=scores.device) * heads
     places = places + torch.arange(heads, device=scores.device)[:, None]
@@ -144,8 +134,6 @@ def _keys(scores: Tensor, among: Tensor) -> Tensor:
 
 def _rank(scores: Tensor, among: Tensor) -> Tensor:
     """Rank each entry among those of its head, 0 for the best."""
-    import torch
-
     order = _keys(scores, among).argsort(-1, descending=True)
     places = torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, places)
@@ -153,8 +141,6 @@ def _rank(scores: Tensor, among: Tensor) -> Tensor:
 
 def _coverage(scores: Tensor, among: Tensor, best: Tensor) -> Tensor:
     """Compute the part of a head's score that its best entries hold: (batch, kv_heads, 1)."""
-    import torch
-
     scores = scores.masked_fill(~among, 0.0)
     whole = scores.sum(-1, keepdim=True)
     part = scores.masked_fill(~best, 0.0).sum(-1, keepdim=True)
@@ -173,8 +159,6 @@ def _apportion(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
         total: (batch, 1) int64, at most the sum of `most`.
         most: (batch, kv_heads) int64; what a weight of 0 has is no more than its proportion, 0.
     """
-    import torch
-
     bound = _bound(weights, total, most)
     left = total - most.masked_fill(~bound, 0).sum(-1, keepdim=True)
     over = weights.masked_fill(bound, 0).sum(-1, keepdim=True).clamp(min=1)
@@ -194,8 +178,6 @@ def _bound(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
     From the head whose limit is lowest for its weight on: one is bound if, with those before it at
     their limits, its proportion of what is left is above its own.
     """
-    import torch
-
     weights, most = weights.double(), most.double()
     order = (most / weights).nan_to_num(torch.inf, torch.inf).argsort(-1)
     weight, limit = weights.gather(-1, order), most.gather(-1, order)

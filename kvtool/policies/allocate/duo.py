@@ -9,15 +9,13 @@ ties by unseeded noise; here the lower layer and head stays a retrieval head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, overload
+from typing import ClassVar, overload
 
 from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import UNLIMITED, Heads
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PROXY = "proxy"
 _SINK, _RECENT = 128, 512  # of streaming heads, where the budget is large enough
@@ -36,8 +34,6 @@ def retrieval_ratio(budget: Tensor, context: Tensor) -> Tensor:
     Returns:
         float64, of the shape of the arguments.
     """
-    import torch
-
     streaming = _SINK + _RECENT
     spare = (budget - streaming).clamp(min=0).double()
     return torch.where(budget >= context, 1.0, spare / (context - streaming).clamp(min=1))
@@ -55,8 +51,6 @@ def sink_tokens(budget: int | Tensor) -> int | Tensor:
     """
     if isinstance(budget, int):
         return _SINK if budget > 256 else budget // _SINK_DIVISOR
-    import torch
-
     return torch.where(budget > 256, _SINK, budget // _SINK_DIVISOR)
 
 
@@ -69,8 +63,6 @@ def rank_heads(scores: Tensor) -> Tensor:
     Returns:
         (layers, kv_heads) int64.
     """
-    import torch
-
     order = scores.flatten().argsort(descending=True, stable=True)
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel())).view_as(scores)
 
@@ -84,8 +76,6 @@ def read_scores(path: str, shape: tuple[int, int]) -> Tensor:
     Raises:
         UsageError: no such file, something that is no number, or another shape.
     """
-    import torch
-
     try:
         data = read_bytes(expand(path), f"`{path}`", kind="table of head scores")
         lines = [line.split() for line in data.decode("utf-8").splitlines()]
@@ -123,16 +113,13 @@ def reach_of_heads(query: Tensor, key: Tensor, scale: float, distances: int) -> 
     Returns:
         (kv_heads,) float32, the mean over the query heads of a group.
     """
-    import torch
-    from torch.nn import functional
-
     kv_heads, n = key.shape[1], key.shape[2]
     grouped = query.unflatten(1, (kv_heads, -1))[:, :, :, distances - 1 :].float()
     logits = []
     for distance in reversed(range(distances)):
         keys = key[:, :, None, distances - 1 - distance : n - distance].float()
         logits.append((grouped * keys).sum(-1).mean((0, 3)))
-    weights = functional.softmax(torch.stack(logits, -1) * scale, -1)
+    weights = torch.nn.functional.softmax(torch.stack(logits, -1) * scale, -1)
     return weights.cumsum(-1).mean(-1).mean(-1)
 
 
@@ -154,8 +141,6 @@ class Duo(HeadSplit):
     def forecast(
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
     ) -> list[int]:
-        import torch
-
         layer, layers = place
         share = retrieval_ratio(torch.tensor(budget), torch.tensor(prompt)).item()
         whole = int(share * kv_heads * layers + 1e-9) - layer * kv_heads
@@ -163,8 +148,6 @@ class Duo(HeadSplit):
         return [UNLIMITED] * whole + [min(budget, _SINK + _RECENT)] * (kv_heads - whole)
 
     def tokens(self, heads: Heads) -> Tensor:
-        import torch
-
         if heads.rank is None:
             raise ValueError("heads must be ranked before a budget is split by their ranks")
         batch, kv_heads = heads.positions.shape[:2]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
+from kvtool.errors import UsageError
 from kvtool.maths.allocation import allocate_by_counts
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import UNLIMITED
+from kvtool.policies.policy import Policy
+
+_HINT = "--allocator optimal plans layers alone"
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,31 @@ class OneHead(HeadSplit):
         self, budget: int, prompt: int, kv_heads: int, place: tuple[int, int]
     ) -> list[int]:
         return [budget if head == self.head else UNLIMITED for head in range(kv_heads)]
+
+
+def with_fixed_heads(policy: Policy, split: HeadSplit, hint: str = _HINT) -> Policy:
+    """Return a policy each of whose KV heads has a budget of its own.
+
+    Args:
+        hint: what works without one.
+
+    Raises:
+        UsageError: a policy that keeps equal counts in all heads, or splits its budget by itself.
+    """
+    if policy.budget_is_traffic or policy.reader is not None:
+        raise UsageError(
+            f"policy `{policy}` reads as many tokens in every KV head, so heads have no budgets of "
+            "their own",
+            hint=hint,
+        )
+    if policy.head_split is not None:
+        raise UsageError(
+            f"policy `{policy}` splits its budget over the KV heads by itself", hint=hint
+        )
+    try:
+        return replace(policy, heads=split)
+    except UsageError as error:
+        raise UsageError(
+            f"the KV heads of policy `{policy}` have no budgets of their own: {error.message}",
+            hint=hint,
+        ) from None

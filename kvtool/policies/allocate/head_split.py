@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem, Heads
 from kvtool.policies.parts import Allocator
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class HeadSplit(Allocator):

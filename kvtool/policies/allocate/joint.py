@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate.ada import competing_tokens, total_tokens
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,6 @@ class Joint(HeadSplit):
         return competing_tokens(heads, total_tokens(heads), floor=0, safeguard="force")
 
     def tokens_of(self, layers: Sequence[Heads]) -> list[Tensor]:
-        import torch
-
         if not self.across_layers:
             return super().tokens_of(layers)
         first, device = layers[0], layers[0].importance.device
@@ -60,8 +56,6 @@ class Joint(HeadSplit):
 
 
 def _protected(heads: Heads) -> Tensor:
-    import torch
-
     if heads.protected is None:
         return torch.zeros_like(heads.positions, dtype=torch.bool)
     return heads.protected

@@ -8,12 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.allocation import Allocation, allocate
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 UNLIMITED = 2**30  # tokens of a head that keeps everything, whatever comes
 

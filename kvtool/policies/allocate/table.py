@@ -15,7 +15,7 @@ ALLOCATORS: dict[str, str] = {
     "d2o-exp": "d2o:D2OExp",
     "pyramid": "pyramid:Pyramid",
     "optimal": "optimal:Optimal",
-    "curves": "curves:Curves",
+    "curves": "uniform:Curves",
     "ada": "ada:Ada",
     "duo": "duo:Duo",
 }

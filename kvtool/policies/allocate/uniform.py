@@ -1,7 +1,8 @@
-"""The same budget in every layer."""
+"""Splits that ask nothing of the model: equal budgets, and the shares of published curves."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,3 +20,15 @@ class Uniform(Allocator):
 
     def split(self, problem: AllocationProblem) -> Allocation:
         return problem.by_weight([0.0] * problem.layers)
+
+
+@dataclass(frozen=True)
+class Curves(Allocator):
+    """The shares of published budget curves, which a plan reads from a file."""
+
+    name: ClassVar = "curves"
+    paper: ClassVar = "-"
+    metric: ClassVar = "curves"
+
+    def split(self, problem: AllocationProblem) -> Allocation:
+        return problem.by_weight([math.log(max(share, 1e-9)) for share in problem.shares])

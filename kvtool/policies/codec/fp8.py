@@ -8,14 +8,12 @@ costs 2 bytes and needs no calibration.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.quantise import fp8_codes, from_fp8
 from kvtool.policies.codec.codec import Codec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -27,8 +25,6 @@ class FP8(Codec):
     kernel_form: ClassVar = "fp8"
 
     def check_device(self, device: str) -> None:
-        import torch
-
         try:
             fp8_codes(torch.zeros(1, device=device))
         except (AttributeError, TypeError, RuntimeError):

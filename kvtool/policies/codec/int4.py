@@ -14,15 +14,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.quantise import GROUP, RandomRotation, from_int4, hadamard, int4_codes
 from kvtool.policies.codec.codec import Codec
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,5 @@ class Int4(Codec):
 
 def _signs(layer: int, dim: int) -> Tensor:
     """Draw the signs of a layer, the same for ever, since files depend on them: (dim,) 1 or -1."""
-    import torch
-
     drawn = hashlib.shake_256(f"int4 rotation of layer {layer}".encode()).digest(dim)
     return torch.tensor([1 - 2 * (byte & 1) for byte in drawn], dtype=torch.float32)

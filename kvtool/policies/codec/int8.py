@@ -7,13 +7,11 @@ The scale is the largest magnitude of the vector over 127, in float16. A key or 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.quantise import from_int8, int8_codes
 from kvtool.policies.codec.codec import Codec
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

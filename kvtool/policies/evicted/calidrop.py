@@ -21,16 +21,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.numbers import ALL_HERE, HeadSizes, KVHeads, State
 from kvtool.policies.parts import Evicted
 from kvtool.policies.spelling import computed
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 GATHERED = 16
 """Tokens evicted while decoding that gather on the device before they go to the host."""
@@ -52,16 +49,13 @@ def query_cosine(
     Returns:
         (batch, heads) float32.
     """
-    import torch
-    from torch.nn import functional
-
     query, held = query.float(), held.float()
     if granularity == "layer":
         products = [(a * b).sum((1, 2)) for a, b in ((query, held), (query, query), (held, held))]
         both, own, other = heads.total(torch.stack(products))
         whole = both / (own * other).sqrt().clamp(min=1e-8)
         return whole[:, None].expand(query.shape[:2])
-    return functional.cosine_similarity(query, held, dim=-1, eps=1e-8)
+    return torch.nn.functional.cosine_similarity(query, held, dim=-1, eps=1e-8)
 
 
 def decide(cosine: Tensor, theta1: float, theta2: float) -> tuple[Tensor, Tensor]:
@@ -89,8 +83,6 @@ def calibrate(
     Returns:
         In the dtype of `out`.
     """
-    import torch
-
     own = torch.sigmoid(lse - held_lse)  # as in `join_attention`
     if which is not None:
         own = own.masked_fill_(~which, 1)
@@ -136,8 +128,6 @@ class CaliDrop(Evicted):
         self, batch: int, heads: int, head_dim: int, value_dim: int, device: torch.device
     ) -> State:
         """Make what is held of each query head before its first query."""
-        import torch
-
         return {
             "query": torch.zeros(batch, heads, head_dim, dtype=torch.float32, device=device),
             "out": torch.zeros(batch, heads, value_dim, dtype=torch.float32, device=device),
@@ -148,8 +138,6 @@ class CaliDrop(Evicted):
         }
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
-        import torch
-
         sizes = layer.heads, layer.key_dim, layer.value_dim
         memory = self.start(1, *sizes, torch.device("meta"))
         held = sum(tensor.numel() * tensor.element_size() for tensor in memory.values())

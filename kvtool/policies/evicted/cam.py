@@ -14,16 +14,14 @@ draws what it would draw alone. Values grow in norm: that is the method.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHUNK = 1024  # evicted tokens whose values are held in float64 at a time
 
@@ -39,8 +37,6 @@ def merge_probability(own: Tensor, following: Tensor, count: Tensor) -> Tensor:
     Returns:
         float32 in [0, 1]; 0 where nothing follows, and for 0 / 0.
     """
-    import torch
-
     share = own * count / following
     share = torch.where(following > 0, share, (own > 0).float()).clamp(0, 1)
     return torch.where(count > 0, share, 0.0)
@@ -60,8 +56,6 @@ def spans(evicted: Tensor, kept: Tensor, m: int) -> tuple[Tensor, Tensor]:
     Returns:
         Indices into kept, the first one and the one behind the last.
     """
-    import torch
-
     held = (kept >= 0).sum(-1, keepdim=True)
     ascending = kept.masked_fill(kept < 0, torch.iinfo(kept.dtype).max).contiguous()
     first = torch.searchsorted(ascending, evicted.contiguous(), right=True)
@@ -83,10 +77,8 @@ def span_sums(numbers: Tensor, kept: Tensor, first: Tensor, m: int) -> Tensor:
     Returns:
         (batch, kv_heads, evicted) float32; 0 where nothing follows.
     """
-    from torch.nn import functional
-
     m = min(m, numbers.shape[-1])
-    numbers = functional.pad(numbers.masked_fill(kept < 0, 0), (0, m))
+    numbers = torch.nn.functional.pad(numbers.masked_fill(kept < 0, 0), (0, m))
     return numbers.unfold(-1, m, 1).sum(-1).gather(2, first)
 
 
@@ -107,10 +99,7 @@ def spread(
     Returns:
         (batch, kv_heads, kept, dim) in the dtype of `values`.
     """
-    import torch
-    from torch.nn import functional
-
-    flow = functional.pad(torch.zeros_like(values, dtype=torch.float64), (0, 0, 0, 1))
+    flow = torch.nn.functional.pad(torch.zeros_like(values, dtype=torch.float64), (0, 0, 0, 1))
     parts = (tensor.split(_CHUNK, -1) for tensor in (evicted, amount, first, last))
     for place, much, begin, end in zip(*parts, strict=True):
         token = take(source, place).double() * much[..., None]
@@ -162,8 +151,6 @@ class CaM(Merging):
 
     def _absorb_one(self, eviction: Eviction) -> Tensor:
         """Absorb one token of each head, whose kept ones are in no order."""
-        import torch
-
         positions, kept = eviction.kept_positions, eviction.kept_values
         last = torch.iinfo(positions.dtype).max
         later = positions.masked_fill(positions <= eviction.evicted_positions, last)
@@ -191,8 +178,6 @@ class CaM(Merging):
         return chance / count.clamp(min=1)
 
     def _draws(self, eviction: Eviction) -> Tensor:
-        import torch
-
         positions = eviction.evicted_positions
         held = positions.shape[1]
         heads = torch.arange(held, device=positions.device) + eviction.heads.first(held)

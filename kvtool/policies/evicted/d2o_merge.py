@@ -17,16 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 _SELF = math.e  # exp of a token's similarity to itself
 _CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time, on a CPU
@@ -45,17 +42,12 @@ def nearest_kept(evicted: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple
     Returns:
         Cosine similarity, (batch, kv_heads, evicted) float32, and index of the kept key, int64.
     """
-    from torch.nn import functional
-
-    unit = functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
+    unit = torch.nn.functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
     return _nearest(evicted, unit, kept_positions)
 
 
 def _nearest(evicted: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
-    import torch
-    from torch.nn import functional
-
-    evicted = functional.normalize(evicted.float(), dim=-1, eps=_EPSILON)
+    evicted = torch.nn.functional.normalize(evicted.float(), dim=-1, eps=_EPSILON)
     cosine = evicted @ unit.transpose(-1, -2)
     positions = kept_positions[:, :, None]
     cosine = cosine.masked_fill_(positions < 0, float("-inf"))
@@ -73,8 +65,6 @@ def next_threshold(tau: Tensor, similarity: Tensor, valid: Tensor, beta: float) 
         valid: bool (batch, kv_heads, evicted), False where no token leaves; a head that loses none
             keeps its threshold.
     """
-    import torch
-
     count = valid.sum(-1)
     mean = similarity.masked_fill(~valid, 0).sum(-1) / count
     moved = torch.where(tau.isnan(), mean, tau + beta * (mean - tau))
@@ -105,8 +95,6 @@ def merge_one(kept: Tensor, evicted: Tensor, target: Tensor, weight: Tensor) -> 
         target: (batch, kv_heads, 1) index into kept.
         weight: (batch, kv_heads, 1) float32, exp of the similarity; 0 = do not merge.
     """
-    import torch
-
     index = target[..., None].expand(-1, -1, -1, kept.shape[-1])
     old = kept.gather(2, index)
     new = blend(old, weight[..., None] * evicted.float(), weight)
@@ -124,8 +112,6 @@ def merge_many(
         evicted: (batch, kv_heads, evicted) their indices in it.
         target, weight: as for `merge_one`, (batch, kv_heads, evicted).
     """
-    import torch
-
     share = torch.zeros(kept.shape, dtype=torch.float32, device=kept.device)
     total = torch.zeros(kept.shape[:3], dtype=torch.float32, device=kept.device).scatter_add_(
         2, target, weight
@@ -165,18 +151,13 @@ class D2OMerge(Merging):
             raise UsageError(f"{self.name}: beta must be above 0 and at most 1, got {self.beta}")
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
-        import torch
-
         return {
             "tau": torch.full((batch, kv_heads), float("nan"), dtype=torch.float32, device=device)
         }
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
-        import torch
-        from torch.nn import functional
-
         keys, evicted = eviction.keys, eviction.evicted
-        unit = functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
+        unit = torch.nn.functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
         parts = [
             _nearest(take(keys, place), unit, eviction.kept_positions)
             for (place,) in _chunks(unit, evicted)

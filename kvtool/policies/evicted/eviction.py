@@ -9,15 +9,12 @@ chooses anew, among all tokens so far.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import PromptQueries
 from kvtool.policies.numbers import Count, HeadSizes, KVHeads, State, all_here
 from kvtool.policies.parts import Evicted
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -75,8 +72,6 @@ class Merging(Evicted):
     queries: int = 0
 
     def held_bytes(self, layer: HeadSizes, evicts: bool) -> int:
-        import torch
-
         memory = self.start(1, layer.kv_heads, torch.device("meta"))
         return sum(tensor.numel() * tensor.element_size() for tensor in memory.values())
 

@@ -23,15 +23,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.evidence import PromptQueries
 from kvtool.policies.numbers import State
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _ROWS = 128  # queries whose weights on all keys are held at a time, of one KV head
 
@@ -59,8 +57,6 @@ class Refit(Merging):
             raise UsageError(f"{self.name}: ridge must be above 0, got {self.ridge}")
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
-        import torch
-
         seen = eviction.queries
         if seen is None or seen.slots is None:
             raise RuntimeError("no query of the prompt has been kept")
@@ -82,8 +78,6 @@ def _refitted(
     Args:
         slots: (batch, kv_heads, slots) positions of all tokens.
     """
-    import torch
-
     from kvtool.maths.refit import value_change
 
     own = slice(head, head + 1)

@@ -5,16 +5,12 @@ Readers that can count do; others run on tensors without content.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
 from kvtool.policies.read.paged import Paged
 from kvtool.policies.read.rows import RowsRead
 from kvtool.policies.read.view import ReadView, Stored
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DTYPES = {2: "bfloat16", 4: "float32"}
 
@@ -68,8 +64,6 @@ def _tables(reader: Read, layer: HeadSizes, tokens: int) -> list[Tensor]:
 
 
 def _stored(layer: HeadSizes, tokens: int) -> Stored:
-    import torch
-
     basis = torch.empty(layer.kv_heads, layer.key_dim, layer.key_dim, device="meta")
     keys = _empty(layer, tokens, layer.key_dim)
     return Stored(keys, _empty(layer, tokens, layer.value_dim), tokens, basis)
@@ -77,7 +71,5 @@ def _stored(layer: HeadSizes, tokens: int) -> Stored:
 
 def _empty(layer: HeadSizes, tokens: int, dim: int) -> Tensor:
     """Make a (1, kv_heads, tokens, dim) tensor of no content."""
-    import torch
-
     shape = (1, layer.kv_heads, tokens, dim)
     return torch.empty(shape, dtype=getattr(torch, _DTYPES[layer.itemsize]), device="meta")

@@ -9,26 +9,23 @@ Where paper and code differ: algorithm 1 says only `score`. As in the code, the 
 softmax over the tokens at SparQ's temperature, averaged over the query heads of a group. A channel
 whose summed query is exactly 0 takes the upper bound (the paper; the code takes the lower).
 
-The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv`.
+The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv_stages`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.kernels.tables import row_product
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
-from kvtool.maths.pages import pages_of
+from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.estimates import heaviest_channels, pages_of, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import check_least, computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LEAST_BUDGET = 16
 """As in the authors' code, pairs of key and value."""
@@ -115,8 +112,6 @@ class HSA(Paged):
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """Take the first `k` tokens of the pages in the order of their scores."""
-        import torch
-
         k, pages, page = min(fixed(self.k), tokens), scores.shape[-1], fixed(self.page)
         partial = tokens < pages * page
         ranked = top_slots(scores, min(pages, pages_of(k, page) + partial))
@@ -137,8 +132,6 @@ def _best_of_rows(scores: Tensor, k: PerRow, page: PerRow, pages: PerRow, last: 
     Returns:
         (batch, kv_heads, the largest k) int64, -1 behind those of a sequence.
     """
-    import torch
-
     needed = [
         min(every, pages_of(own, size) + 1)
         for own, size, every in zip(k.known, page.known, pages.known, strict=True)

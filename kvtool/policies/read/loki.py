@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from kvtool.maths.basis import moments, principal_components
-from kvtool.maths.channels import put_column
+from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.estimates import moments, principal_components, put_column
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
@@ -31,9 +31,6 @@ from kvtool.policies.read.rows import (
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -66,8 +63,6 @@ class Loki(RowsRead):
         return replace(self, d=min(d, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:
-        import torch
-
         keys, basis = stored.keys, stored.basis
         if basis is None:
             basis = principal_components(moments(keys[:, :, : stored.prompt]))[1]
@@ -79,8 +74,6 @@ class Loki(RowsRead):
         return {"components": tokens}
 
     def append(self, tables: State, key: Tensor, value: Tensor, at: int) -> None:
-        import torch
-
         tables["components"][..., at] = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
 
     def counted_step(self, layer: HeadSizes, tokens: int) -> int:
@@ -89,8 +82,6 @@ class Loki(RowsRead):
         return (layer.kv_heads * fixed(self.d) * tokens + lists * read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
-        import torch
-
         part = torch.matmul(view.query, view.tables["basis"])
         components = view.tables["components"][..., : view.tokens]
         logits = torch.matmul(part, components).float() * view.scale
@@ -101,14 +92,10 @@ class Loki(RowsRead):
     def append_rows(
         self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
     ) -> None:
-        import torch
-
         new = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
         put_column(tables["components"], new, at)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        import torch
-
         tokens = view.tokens
         part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a sequence's own d
         components = view.tables["components"][..., : tokens.most]

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from kvtool.kernels.tables import page_scores
-from kvtool.maths.pages import pages_of
+from kvtool.lazy_torch import torch
+from kvtool.maths.estimates import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
@@ -62,8 +63,6 @@ class Quest(Paged):
         return layer.kv_heads * (estimate + read * pair) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
-        import torch
-
         page = self.page_size
         pages = pages_of(view.tokens, page)
         chosen = max(_LEAST_PAGES, fixed(self.k) // page)
@@ -79,8 +78,6 @@ class Quest(Paged):
         return Choice(slots, estimate=bounds.shape[2] * pages)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        import torch
-
         tokens, page, bounds = view.tokens, view.sizes["page"], view.tables["bounds"]
         pages = pages_of_rows(tokens, page)
         wanted = view.sizes["k"].map(

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.parts import Read
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -30,8 +26,6 @@ class PerRow:
     @classmethod
     def of(cls, known: Sequence[int], device: torch.device) -> PerRow:
         """Put numbers on the device."""
-        import torch
-
         with torch.inference_mode(False):
             return cls(known, torch.tensor(known, device=device)[:, None, None])
 
@@ -53,14 +47,10 @@ class PerRow:
 
     def least(self, other: PerRow) -> PerRow:
         """Take the smaller of two numbers of each sequence."""
-        import torch
-
         return self.map(min, torch.minimum, other)
 
     def beyond(self, width: int) -> Tensor:
         """Mark the places from a sequence's own number on: bool (batch, 1, width)."""
-        import torch
-
         return torch.arange(width, device=self.tensor.device) >= self.tensor
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
-from kvtool.maths.channels import heaviest_channels, partial_scale, put_column, take_channels
+from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.estimates import heaviest_channels, partial_scale, put_column, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (
@@ -31,9 +32,6 @@ from kvtool.policies.read.rows import (
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import check_least, computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -68,8 +66,6 @@ class SparQ(RowsRead):
         return replace(self, r=min(r, step.head_dim), k=k)
 
     def start(self, stored: Stored) -> State:
-        import torch
-
         channels = stored.keys.transpose(2, 3).contiguous()
         return {"channels": channels, "value_sum": stored.values.sum(2, dtype=torch.float32)}
 
@@ -86,8 +82,6 @@ class SparQ(RowsRead):
         return layer.kv_heads * (estimate + read) * layer.itemsize
 
     def choose(self, view: ReadView) -> Choice:
-        import torch
-
         used = heaviest_channels(view.query, fixed(self.r))
         part = take_channels(view.query, used)
         logits = row_product(part, view.tables["channels"], used, view.tokens)
@@ -112,8 +106,6 @@ class SparQ(RowsRead):
         tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        import torch
-
         tokens, r = view.tokens, view.sizes["r"]
         used = heaviest_channels(view.query, r.most)
         part = take_channels(view.query, used).masked_fill(r.beyond(r.most)[:, :, None], 0)

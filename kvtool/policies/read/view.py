@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.numbers import State
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def fixed(size: int | None) -> int:
@@ -19,7 +17,7 @@ def fixed(size: int | None) -> int:
 
 
 class Stages(Protocol):
-    """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv`."""
+    """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv_stages`."""
 
     @property
     def page_size(self) -> int: ...

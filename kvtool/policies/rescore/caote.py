@@ -16,13 +16,11 @@ formula 0 * infinity: such a token is kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.numbers import Count
 from kvtool.policies.parts import Rescore, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHUNK = 8192  # slots whose difference from the centre is held at a time
 
@@ -40,8 +38,6 @@ def normalised(scores: Tensor, held: Count, stored: Tensor | None = None) -> Ten
         (batch, kv_heads, slots) float32 with rows that sum to 1; equal shares where every score is
         0.
     """
-    import torch
-
     if stored is not None:
         scores = scores.masked_fill(~stored, 0)
     total = scores.sum(-1, keepdim=True)
@@ -74,8 +70,6 @@ def distance_from_mean(weights: Tensor, values: Tensor) -> Tensor:
     Returns:
         (batch, kv_heads, slots) float32, Euclidean.
     """
-    import torch
-
     values = values.float()
     mean = torch.matmul(weights.unsqueeze(2), values)
     if values.shape[2] <= _CHUNK:
@@ -85,8 +79,6 @@ def distance_from_mean(weights: Tensor, values: Tensor) -> Tensor:
 
 
 def _distances(weights: Tensor, view: SlotView) -> Tensor:
-    import torch
-
     layers = zip(weights.chunk(len(view.values)), view.values, strict=True)
     parts = [distance_from_mean(weight, values) for weight, values in layers]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -112,8 +104,6 @@ class FastCAOTE(Rescore):
     paper: ClassVar = "https://arxiv.org/abs/2504.14051"
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        import torch
-
         share = normalised(importance, view.held, view.stored)
         equal = normalised(torch.zeros_like(importance), view.held, view.stored)
         return output_change(share, _distances(equal, view))

@@ -17,16 +17,14 @@ be 0 or more. Reports show the base's scores. With `--prefill block` both stages
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_mask
 from kvtool.policies.numbers import Count
 from kvtool.policies.parts import Rescore, SlotView
 from kvtool.policies.spelling import check_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def first_stage(budget: Count, first: float, slots: int) -> Count:
@@ -67,8 +65,6 @@ class Critical(Rescore):
             raise UsageError(f"critical: first must be between 0 and 1, got {self.first}")
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
-        import torch
-
         count = first_stage(view.budget, self.first, importance.shape[-1])
         best = top_mask(importance, view.positions, count) & (view.positions >= 0)
         layers = zip(view.projections, view.values, strict=True)

@@ -15,17 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, overload
+from typing import ClassVar, Literal, overload
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
@@ -43,8 +41,6 @@ def recent_tokens(budget: Count, sinks: int) -> Count:
     free = budget - sinks
     if isinstance(free, int):
         return free - round(free * _HEAVY)
-    import torch
-
     return free - torch.round(free * _HEAVY).to(free.dtype)
 
 

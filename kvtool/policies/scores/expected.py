@@ -23,16 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
 from kvtool.policies.spelling import check_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SLOTS = 1024  # keys that are multiplied by a covariance at a time
 
@@ -47,8 +45,6 @@ def expected_logits(keys: Tensor, queries: QueryMoments) -> Tensor:
     Returns:
         (batch, kv_heads, group, slots) float32.
     """
-    import torch
-
     heads, scale = keys.shape[1], queries.scale
     mean = queries.mean.unflatten(1, (heads, -1))
     covariance = queries.covariance
@@ -103,8 +99,6 @@ class Expected(Score):
         return MomentsAsked(self.sinks, self.covariance)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        import torch
-
         queries = moments_of_layers(view)[0].ahead(view.tokens_seen, self.future)
         logits = expected_logits(view.keys[0], queries)
         judged = (view.positions >= self.sinks)[:, :, None]  # neither sinks nor empty slots

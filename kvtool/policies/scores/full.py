@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

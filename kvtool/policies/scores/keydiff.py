@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.scores.shared import check_ends, ends
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _EPSILON = 1e-12
 
@@ -43,15 +41,12 @@ def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Ten
     The unit keys are never written down: a sum of them, and a dot product with one, are those of
     the keys weighted by their inverse lengths.
     """
-    import torch
-    from torch.nn import functional
-
     inverse = torch.cat([torch.linalg.vector_norm(each.float(), dim=-1) for each in keys])
     inverse = inverse.clamp_(min=_EPSILON).reciprocal_()
     weights = inverse if stored is None else inverse * stored
     rows = weights[:, :, None].chunk(len(keys))
     sums = [row @ each.float() for row, each in zip(rows, keys, strict=True)]
-    anchors = functional.normalize(torch.cat(sums), dim=-1)  # of the length of a mean or a sum
+    anchors = torch.nn.functional.normalize(torch.cat(sums), dim=-1)
     columns = anchors.transpose(-1, -2).neg().chunk(len(keys))
     dots = [each.float() @ column for each, column in zip(keys, columns, strict=True)]
     return torch.cat(dots)[..., 0] * weights

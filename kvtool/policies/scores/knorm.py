@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import check_ends, ends
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _DROPPED = 16  # the lowest 4 bits of a float32
 
@@ -40,8 +38,6 @@ def key_lengths(keys: Sequence[Tensor]) -> Tensor:
     Returns:
         (batch, kv_heads, slots) float32, each of 19 bits behind its first.
     """
-    import torch
-
     lengths = [torch.linalg.vector_norm(each, dim=-1, dtype=torch.float64) for each in keys]
     bits = torch.cat(lengths).float().view(torch.int32)
     return bits.add_(_DROPPED // 2).bitwise_and_(-_DROPPED).view(torch.float32)

@@ -23,14 +23,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.allocate.joint import Joint
 from kvtool.policies.evidence import Repeated, RepetitionAsked
 from kvtool.policies.parts import Evidence, Score
 from kvtool.policies.spelling import check_least, computed
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvtool.policies.evidence import AttentionRows
     from kvtool.policies.numbers import Count, State
     from kvtool.policies.parts import SlotView

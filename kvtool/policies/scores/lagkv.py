@@ -24,16 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.spelling import check_least
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LEAST = 2  # tokens of a partition
 _TOKENS = 4096  # that are brought to their range at a time
@@ -52,8 +50,6 @@ def results_of_partitions(keys: Tensor, values: Tensor) -> Tensor:
 
 
 def _spread(tokens: Tensor) -> Tensor:
-    import torch
-
     low, high = tokens[:, :, 1:].aminmax(dim=-2, keepdim=True)
     width = high - low
     scaled = torch.where(width > 0, (tokens[:, :, :-1] - low) / width, 0.0)
@@ -67,8 +63,6 @@ def ranks(results: Tensor) -> Tensor:
 
 def _by_place(positions: Tensor, sinks: int) -> Tensor:
     """Indices of slots in ascending position, sinks and empty slots last."""
-    import torch
-
     last = torch.iinfo(positions.dtype).max
     return positions.masked_fill(positions < sinks, last).argsort(-1)
 
@@ -105,8 +99,6 @@ class LagKV(Score):
         return short.where(budget < limit, self.lag)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        import torch
-
         lags = torch.as_tensor(self._lag(view.budget))
         heads = lags.shape[1] if lags.dim() else 1
         own: list[list[int]] = lags.expand(len(view.positions), heads, 1)[..., 0].tolist()
@@ -125,8 +117,6 @@ class LagKV(Score):
 
         What stays anyway has a score of 1.
         """
-        import torch
-
         order = _by_place(view.positions[lanes], self.sinks)
         scores = torch.ones(order.shape, device=order.device)
         step = max(_TOKENS // lag, 1) * lag

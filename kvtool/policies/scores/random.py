@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Score, SlotView
 from kvtool.policies.scores.shared import check_ends, ends
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
@@ -34,8 +32,6 @@ def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
     Returns:
         float32 of the broadcast shape, multiples of 2**-24.
     """
-    import torch
-
     mixed = positions.to(torch.int64) * -7046029254386353131 + stream * 2685821657736338717
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         mixed = (mixed ^ _unsigned_shift(mixed, shift)) * factor
@@ -90,8 +86,6 @@ class Random(Score):
         return self.prompt
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        import torch
-
         stream = torch.as_tensor(view.tokens_seen, device=view.positions.device)
         stream = stream * 1_000_003 + view.layer + seed_offset(self.seed)
         if self.per_head:

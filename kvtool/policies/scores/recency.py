@@ -7,14 +7,12 @@ oldest token goes, prompt or not.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Positions, Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
-from kvtool.maths.votes import pool_votes
+from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.selection import pool_votes
+from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, HeadSizes, State
-from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time
 _PLACES = 8  # numbers of 4 bytes for the place of a slot and its order
@@ -49,8 +47,6 @@ def votes_of_queries(
     Returns:
         (batch, kv_heads, slots) float32, 0 for the other slots.
     """
-    import torch
-
     logits = torch.einsum("bhgrd,bhsd->bhgrs", query.float(), keys.float()) * scale
     if softcap is not None:
         logits = torch.tanh(logits / softcap) * softcap
@@ -68,11 +64,8 @@ def redundancy(keys: Tensor, positions: Tensor, threshold: float) -> Tensor:
         positions: (batch, kv_heads, slots), -1 = empty, whose share is 0.
         threshold: cosine above which two keys are alike.
     """
-    import torch
-    from torch.nn import functional
-
     stored = positions >= 0
-    unit = functional.normalize(keys.float(), dim=-1) * stored[..., None]
+    unit = torch.nn.functional.normalize(keys.float(), dim=-1) * stored[..., None]
     order = positions.masked_fill(~stored, torch.iinfo(positions.dtype).max).argsort(-1)
     places = torch.arange(positions.shape[2], device=keys.device).expand_as(order)
     rank = torch.empty_like(order).scatter_(-1, order, places).float()  # exact below 2**24
@@ -136,8 +129,6 @@ class RKV(Score):
         return 4 * numbers * layer.kv_heads * slots
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        import torch
-
         if len(view.queries) != len(view.keys):
             raise RuntimeError("nobody has shown the newest queries")
         newest = view.recent(self.window)

@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, overload
+from typing import ClassVar, overload
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from kvtool.errors import UsageError
-from kvtool.maths.votes import pool_votes
+from kvtool.lazy_torch import Tensor
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
 from kvtool.policies.numbers import Count, State, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
 from kvtool.policies.spelling import computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

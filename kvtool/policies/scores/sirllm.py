@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from kvtool.errors import UsageError
+from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, State, at_least_zero, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import check_ends
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ keep different tokens; it is used by itself under CAOTE, whose scores differ by 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
+from kvtool.lazy_torch import Tensor
 from kvtool.policies.evidence import AttentionRows, asked
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)

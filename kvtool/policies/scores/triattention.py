@@ -27,17 +27,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from kvtool.lazy_torch import Tensor, torch
+from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero, half, minimum
-from kvtool.policies.pace.every import Every
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
 from kvtool.policies.spelling import check_least, computed
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SLOTS = 1024  # keys that are measured at a time
 _NARROWEST = 1e-6  # standard deviation that scores are divided by, at least
@@ -65,8 +63,6 @@ def pull_of_centres(
     Returns:
         (batch, kv_heads, group, slots) float32.
     """
-    import torch
-
     if queries.lengths is None:
         raise ValueError("this score needs the lengths of the queries' pairs, and was given none")
     heads = keys.shape[1]
@@ -138,8 +134,6 @@ class TriAttention(Score):
         return self.prompt
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        import torch
-
         layers = len(view.keys)
         stored = (view.positions >= 0).chunk(layers)
         seen = view.tokens_seen

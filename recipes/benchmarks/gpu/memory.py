@@ -18,9 +18,9 @@ from kvtool.cli.main import run as kvtool_command
 from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.batch_size import prompt_bytes
+from kvtool.planning.estimate import prompt_bytes
 from kvtool.planning.bytes import Text, forecast
-from kvtool.planning.held import even_budgets
+from kvtool.planning.budgets import even_budgets
 from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from recipes.benchmarks.gpu.live import live_bytes
@@ -93,8 +93,8 @@ def foreseen(settings: Settings, policy: str, mode: str) -> Record:
     if parsed.reader is not None:
         return {"forecast_held_bytes": held}
     request = Budget.parse(budget) if parsed.takes_budget else None
-    arm = Variant(parsed, request, mode)
-    peak = prompt_bytes(ours.config, dtype, arm, prompt, new)
+    variant = Variant(parsed, request, mode)
+    peak = prompt_bytes(ours.config, dtype, variant, prompt, new)
     return {"forecast_held_bytes": held, "forecast_kv_peak_bytes": peak}
 
 

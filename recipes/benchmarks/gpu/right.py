@@ -21,8 +21,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import kvtool
-from kvtool.cache.cache import KVCache
 from kvtool.cache.features.calidrop import Calibration
+from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.extras import installed
 from kvtool.generation import decode_step, prefill

@@ -372,12 +372,12 @@ def _decode_table(records: dict[str, Record], machine: Record) -> list[Table]:
             continue
         here = {}
         for key, record in done.items():
-            _, own, _, context, arm = key.split(" ", 4)
+            _, own, _, context, variant = key.split(" ", 4)
             if own == rows and context in (n, "any"):
-                here[arm] = record
-        full = [record for arm, record in here.items() if arm.startswith("full")]
+                here[variant] = record
+        full = [record for variant, record in here.items() if variant.startswith("full")]
         fastest = min(full, key=lambda record: record["ms"], default=None)
-        for arm, record in here.items():
+        for variant, record in here.items():
             total = weights + record["read_bytes"]
             speed = total / record["ms"] * 1e3
             eager = f"{record['eager_ms']:.2f}" if "eager_ms" in record else ""
@@ -386,8 +386,8 @@ def _decode_table(records: dict[str, Record], machine: Record) -> list[Table]:
                 cells.append(f"{fastest['ms'] / record['ms']:.2f}")
                 possible = (weights + fastest["read_bytes"]) / total
                 beside = [f"{possible:.2f}", f"{share_of_gain(fastest, record, weights):.0%}"]
-                cells += beside if not arm.startswith("full") else ["", ""]
-            shown.add_row(f"{rows} x {n}", arm, *cells)
+                cells += beside if not variant.startswith("full") else ["", ""]
+            shown.add_row(f"{rows} x {n}", variant, *cells)
         shown.add_section()
     shown.caption = (
         "times as fast: as the fastest full cache of the same rows and context; possible: bytes "
@@ -408,12 +408,12 @@ def _prompt_table(records: dict[str, Record]) -> list[Table]:
     for key, record in records.items():
         if not key.startswith("prompt") or "s" not in record:
             continue
-        _, n, arm = key.split(" ", 2)
+        _, n, variant = key.split(" ", 2)
         full = records.get(f"prompt {n} full", {})
         cells = []
         for name, form in (("s", ".2f"), ("kv_mib", ".1f"), ("peak_mib", ".0f")):
             own, whole = record.get(name), full.get(name)
             cells.append("" if own is None else f"{own:{form}}")
             cells.append(f"{own / whole:.2f}" if own is not None and whole else "")
-        shown.add_row(n, arm, *cells)
+        shown.add_row(n, variant, *cells)
     return [shown] if shown.row_count else []

@@ -143,10 +143,10 @@ def serving(settings: Settings, policy: str) -> Record:
     prompts = make_prompts(ours, count, longest, new)
     prompts = [replace(each, ids=each.ids.to(settings.device)) for each in prompts]
     memory = (1 if settings.tiny else 4) * sequence_bytes(ours, "full", None, longest, new)
-    arms = (("full", None), (policy_for(policy, settings), Budget.parse("25%")))
+    variants = (("full", None), (policy_for(policy, settings), Budget.parse("25%")))
     ends, ours.generation_config.eos_token_id = ours.generation_config.eos_token_id, None
     try:
-        base, own = (answer_as_rows_end(ours, *arm, prompts, memory) for arm in arms)
+        base, own = (answer_as_rows_end(ours, *variant, prompts, memory) for variant in variants)
     finally:
         ours.generation_config.eos_token_id = ends
     return {

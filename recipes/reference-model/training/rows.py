@@ -11,7 +11,7 @@ import numpy as np
 from kvtool.models.reference import facts, frequent
 from kvtool.models.reference.facts import Question
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.trace import draw_trace, longest_within
+from kvtool.models.reference.steps_task import draw_trace, longest_within
 from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS, encode
 
 FILLER_WEIGHT = 0.1

@@ -65,8 +65,8 @@ class Recorder:
 
     fed: list
 
-    def bench(self, loaded, arm, protocol=None) -> Bench:
-        bench = Bench(loaded, arm, protocol or Protocol())
+    def bench(self, loaded, variant, protocol=None) -> Bench:
+        bench = Bench(loaded, variant, protocol or Protocol())
         feed = bench.feed
 
         def spy(cache, ids, **settings):
@@ -94,12 +94,12 @@ def first_turn(sample):
 
 
 def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
-    for arm in (FULL, H2O, SNAPKV, CALIDROP):
-        bench = Bench(loaded, arm, Protocol())
+    for variant in (FULL, H2O, SNAPKV, CALIDROP):
+        bench = Bench(loaded, variant, Protocol())
         (answer,) = asked_of(bench, first_turn(SAMPLE), Questions(name="q"))
         text = SAMPLE.context + question("falcon") + cue("falcon")
         ids = loaded.tokenizer(text, return_tensors="pt").input_ids
-        cache = kvtool.build_cache(loaded.model, arm.policy, arm.budget)
+        cache = kvtool.build_cache(loaded.model, variant.policy, variant.budget)
         plain = generation.generate(loaded.model, loaded.tokenizer, cache, ids, max_new_tokens=9)
         assert answer["prediction"] == plain.text[0]
         assert answer["references"] == ["7429103"]
@@ -111,7 +111,7 @@ def test_a_question_is_asked_as_a_plain_generation_asks_it(loaded):
         assert bench.meter.bytes["full_bytes"] == plain.report.full_bytes
         assert bench.meter.bytes["allocated_bytes"] == plain.report.allocated_bytes
         assert bench.meter.bytes["host_bytes"] == plain.report.host_bytes
-        assert (plain.report.host_bytes > 0) == (arm is CALIDROP)
+        assert (plain.report.host_bytes > 0) == (variant is CALIDROP)
         assert bench.meter.kept_per_layer == plain.report.kept_per_layer
 
 

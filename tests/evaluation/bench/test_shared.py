@@ -12,7 +12,7 @@ from tests.evaluation.tasks.drawing import make
 from tests.evaluation.variants import make_variants
 
 TOGETHER = ["h2o", "snapkv", "random", "quest", "snapkv+calidrop"]
-ARMS = [  # and the full cache
+VARIANTS = [  # and the full cache
     *make_variants([*TOGETHER, "kvzip"], ["64"]),
     *make_variants(["kvzip"], ["48"])[1:],
 ]
@@ -25,7 +25,7 @@ def measure(loaded, counter, tmp_path_factory):
     """Measure a needle under variants: the records of each, and how many prompts the model read."""
     jobs = draw_jobs([make("niah", lengths=[320], depths=[50], samples=2)], counter, None)
 
-    def run(name, arms=ARMS, **protocol):
+    def run(name, variants=VARIANTS, **protocol):
         protocol = {"max_new_tokens": 4} | protocol
         store = Store(tmp_path_factory.mktemp(name))
         place = Place({"id": "reference"}, Protocol(**protocol))
@@ -36,11 +36,11 @@ def measure(loaded, counter, tmp_path_factory):
                 read.append(1)
 
         hook = loaded.model.register_forward_pre_hook(note, with_kwargs=True)
-        left = unfinished(jobs, arms, place, store)
-        steps = list(run_measurements(left, jobs, arms, loaded, place, store))
+        left = unfinished(jobs, variants, place, store)
+        steps = list(run_measurements(left, jobs, variants, loaded, place, store))
         hook.remove()
         assert len(steps) == len(left)
-        paths = {arm.name: store.path(arm.folder, "niah") for arm in arms}
+        paths = {variant.name: store.path(variant.folder, "niah") for variant in variants}
         lines = {name: path.read_text().splitlines() for name, path in paths.items()}
         return {name: list(map(json.loads, each)) for name, each in lines.items()}, len(read)
 
@@ -49,10 +49,10 @@ def measure(loaded, counter, tmp_path_factory):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_answers_bytes_and_seconds_are_those_of_prompts_read_once(measure, mode):
-    arms = FEWER if mode else ARMS
-    alone, reads = measure("alone", arms, **mode)
-    shared, fewer = measure("shared", arms, shared_prefill=True, **mode)
-    assert (reads, fewer) == (2 * len(arms), 2 * 2)  # once for all, and once for kvzip
+    variants = FEWER if mode else VARIANTS
+    alone, reads = measure("alone", variants, **mode)
+    shared, fewer = measure("shared", variants, shared_prefill=True, **mode)
+    assert (reads, fewer) == (2 * len(variants), 2 * 2)  # once for all, and once for kvzip
     for name in alone:
         for one, other in zip(alone[name], shared[name], strict=True):
             assert one["turns"] == other["turns"]
@@ -78,16 +78,16 @@ def _seconds_are_those_of_all_together(shared):
         assert all(cost["peak_memory_bytes"] is None for cost in costs.values())
 
 
-def test_an_arm_alone_reads_alone(measure):
-    arms = make_variants(["h2o"], ["64"], baseline=False)
-    shared, reads = measure("shared", arms, shared_prefill=True)
+def test_an_variant_alone_reads_alone(measure):
+    variants = make_variants(["h2o"], ["64"], baseline=False)
+    shared, reads = measure("shared", variants, shared_prefill=True)
     assert reads == 2
     assert shared["h2o@64"][0]["cost"]["peak_memory_bytes"] is not None
 
 
-def test_an_arm_that_fails_fails_alone(measure):
-    arms = make_variants(["streaming(sinks=4)", "h2o", "snapkv"], ["1%"], baseline=False)
-    shared, reads = measure("shared", arms, shared_prefill=True)
+def test_an_variant_that_fails_fails_alone(measure):
+    variants = make_variants(["streaming(sinks=4)", "h2o", "snapkv"], ["1%"], baseline=False)
+    shared, reads = measure("shared", variants, shared_prefill=True)
     assert [name for name, records in shared.items() if "error" in records[0]] == [
         "streaming@1%",
         "snapkv@1%",

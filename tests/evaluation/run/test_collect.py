@@ -46,12 +46,14 @@ def record(prediction, cell=None, **cost):
     return {"turns": turns, "facts": {}, "cost": COST | cost, **more}
 
 
-def result(arm, predictions, task="suite/a", cells=None, failed=0):
+def result(variant, predictions, task="suite/a", cells=None, failed=0):
     records = [
         record(prediction, None if cells is None else cells[i])
         for i, prediction in enumerate(predictions)
     ]
-    measured = Measured(arm, Match(name=task), records, failed, len(records) + failed, True, "f")
+    measured = Measured(
+        variant, Match(name=task), records, failed, len(records) + failed, True, "f"
+    )
     return task_result(measured)
 
 
@@ -110,11 +112,11 @@ def test_held_bytes_are_buffers_and_policy_state_and_layers_have_means():
     assert mixed.held_bytes == 1000 + 40  # filled slots replace buffers that were not recorded
 
 
-def fed(arm, chunk, value, **changes):
+def fed(variant, chunk, value, **changes):
     """A perplexity of which it is known how many tokens were fed at a time."""
     metrics = [MetricEntry(name="chunk", value=chunk, n=1, stderr=None)]
     about = {"metrics": metrics, "value": value, "lower_is_better": True}
-    return result(arm, ["yes"], "ppl").model_copy(update=about | changes)
+    return result(variant, ["yes"], "ppl").model_copy(update=about | changes)
 
 
 def test_texts_fed_in_other_blocks_are_not_compared_with_full():
@@ -122,10 +124,13 @@ def test_texts_fed_in_other_blocks_are_not_compared_with_full():
     results = with_deltas([full, evicting, cutting])
     assert [got.delta for got in results] == [0.0, 2.0, None]
     drops = judge([Gate("*", max_drop=50)], results)
-    assert [(gate.arm, gate.passed) for gate in drops] == [("h2o@8", True)]
-    assert [gate.arm for gate in judge([Gate("*", least=11)], results)] == ["h2o@8", "snapkv@8"]
+    assert [(gate.variant, gate.passed) for gate in drops] == [("h2o@8", True)]
+    assert [gate.variant for gate in judge([Gate("*", least=11)], results)] == ["h2o@8", "snapkv@8"]
     asked_for = judge([Gate("ppl", max_drop=50)], results)  # by name: cannot be met
-    assert [(gate.arm, gate.passed) for gate in asked_for] == [("h2o@8", True), ("snapkv@8", False)]
+    assert [(gate.variant, gate.passed) for gate in asked_for] == [
+        ("h2o@8", True),
+        ("snapkv@8", False),
+    ]
     lost = fed("full", None, None, metrics=[])
     assert not judge([Gate("*", max_drop=50)], with_deltas([lost, cutting]))[0].passed
 
@@ -141,13 +146,15 @@ def test_deltas_and_averages():
         ]
     )
     assert [got.delta for got in results] == [0.0, -0.5, 0.0, -0.5, None]
-    found = {(got.arm, got.suite): (got.tasks, got.value, got.delta) for got in averages(results)}
+    found = {
+        (got.variant, got.suite): (got.tasks, got.value, got.delta) for got in averages(results)
+    }
     assert found == {
         ("full", "suite"): (["suite/a", "suite/b"], 0.75, 0.0),
         ("h2o@8", "suite"): (["suite/a", "suite/b"], 0.25, -0.5),
     }
     unfinished = [*results[:3], result("h2o@8", [], "suite/b")]
-    assert [got.arm for got in averages(unfinished)] == ["full"]
+    assert [got.variant for got in averages(unfinished)] == ["full"]
 
 
 def test_scores_over_other_samples_than_those_of_full_are_not_compared():
@@ -159,7 +166,7 @@ def test_scores_over_other_samples_than_those_of_full_are_not_compared():
     assert not verdict.passed
 
 
-def test_gates_judge_the_compressed_arms_only():
+def test_gates_judge_the_compressed_variants_only():
     results = with_deltas(
         [
             result("full", ["no", "yes"]),
@@ -168,7 +175,7 @@ def test_gates_judge_the_compressed_arms_only():
         ]
     )
     verdicts = judge([Gate("suite", least=0.4), Gate("*", max_drop=50.0)], results)
-    assert [(v.gate, v.arm, v.passed) for v in verdicts] == [
+    assert [(v.gate, v.variant, v.passed) for v in verdicts] == [
         ("least", "h2o@8", False),
         ("least", "tova@8", True),
         ("max_drop", "h2o@8", False),
@@ -176,7 +183,7 @@ def test_gates_judge_the_compressed_arms_only():
     ]
     assert verdicts[2].value == 100.0
     alone = judge([Gate("suite/a", least=0.4)], results[:1])
-    assert [(v.arm, v.passed) for v in alone] == [("full", True)]
+    assert [(v.variant, v.passed) for v in alone] == [("full", True)]
     assert [v.passed for v in judge([Gate("*", max_drop=1)], [result("h2o@8", ["yes"])])] == [False]
 
 

@@ -14,13 +14,13 @@ from tests.evaluation.run.test_collect import COST, Match, record
 TASK = Match(name="a")
 
 
-def measured(arm, answers, task=TASK, failed=0, **cost):
+def measured(variant, answers, task=TASK, failed=0, **cost):
     """Samples by their id: what was answered, or a whole record."""
     records = [
         {"id": name, **(record(said, **cost) if isinstance(said, str) else said)}
         for name, said in answers.items()
     ]
-    return Measured(arm, task, records, failed, len(records) + failed, True, "f")
+    return Measured(variant, task, records, failed, len(records) + failed, True, "f")
 
 
 def pair(ours, full):
@@ -81,7 +81,9 @@ def texts(scale=1.0, chunk=1):
 
 def test_perplexities_weigh_samples_by_their_tokens():
     task = Perplexity(name="ppl")
-    full, ours = (measured(arm, texts(s), task) for arm, s in (("full", 1.0), ("h2o@8", 1.1)))
+    full, ours = (
+        measured(variant, texts(s), task) for variant, s in (("full", 1.0), ("h2o@8", 1.1))
+    )
     found = pair(ours, full)
     nll = sum(50 + 3 * i for i in range(7)) / sum(20 + i for i in range(7))
     assert found.full == pytest.approx(math.exp(nll))

@@ -10,8 +10,8 @@ from kvtool.evaluation.run.runner import Measurement
 from kvtool.evaluation.run.store import Store
 
 
-def measurements(works, arms=3):
-    return [Measurement(0, i, a, work) for i, work in enumerate(works) for a in range(arms)]
+def measurements(works, variants=3):
+    return [Measurement(0, i, a, work) for i, work in enumerate(works) for a in range(variants)]
 
 
 def test_every_measurement_has_one_process_and_work_is_equal():

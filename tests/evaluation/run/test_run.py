@@ -135,7 +135,7 @@ def put(*way, value):
         ("niah.jsonl", put("scores", "em", value=1e200), "scores.em: must be at most"),
         ("niah.jsonl", put("id", value="\ud800"), "half of a surrogate pair"),
         ("niah.jsonl", put("cell", value=3), "cell: must be a mapping, got `3`"),
-        ("niah.jsonl", put("turns", value=[]), "turns: must hold at least 1, got 0"),
+        ("niah.jsonl", put("turns", value=[]), "turns: list should have at least 1 item"),
         ("niah.jsonl", put("turns", 0, "prediction", value=7), "turns.0.prediction: must be text"),
         ("niah.jsonl", put("facts", value={"protocol": 1}), "facts.protocol: must be text"),
         ("samples.json", put("protocol", "seed", value="x"), "protocol.seed: must be a whole"),
@@ -143,8 +143,12 @@ def put(*way, value):
         ("samples.json", put("tasks", 0, "settings", "depths", value=0), "damaged: niah: depths"),
         ("samples.json", put("tasks", 0, "settings", "name", value=[1]), None),
         ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: no task `nniah`"),
-        ("samples.json", put("arms", 0, "name", value="../full"), "it calls `full` `../full`"),
-        ("results.json", put("arms", value=3), "results.json` is damaged: arms: must be a list"),
+        ("samples.json", put("variants", 0, "name", value="../full"), "it calls `full` `../full`"),
+        (
+            "results.json",
+            put("variants", value=3),
+            "results.json` is damaged: variants: must be a list",
+        ),
         ("results.json", lambda text: text.replace("null", "NaN", 1), "`NaN` is not a finite"),
     ],
 )
@@ -165,7 +169,7 @@ def test_files_that_no_run_has_written_are_refused(
         assert told in str(resumed.value)
 
 
-def test_records_that_cannot_be_scored_are_told_by_task_and_arm():
+def test_records_that_cannot_be_scored_are_told_by_task_and_variant():
     found = Measured("tova@32", Echo(name="echo"), [{"kept": "x"}], 0, 1, True, "")
     with pytest.raises(KvtoolError, match="tova@32, echo: the records cannot be scored: ValueErr"):
         task_result(found)

@@ -17,7 +17,7 @@ from kvtool.evaluation.samples.sample import token_counter
 from tests.evaluation.echo import Echo
 from tests.evaluation.variants import make_variants
 
-ARMS = make_variants(["streaming"], ["8", "16"])  # and the full cache
+VARIANTS = make_variants(["streaming"], ["8", "16"])  # and the full cache
 PLACE = Place({"id": "reference"}, Protocol())
 
 
@@ -46,8 +46,8 @@ def done(finished, tmp_path):
     return Store(shutil.copytree(finished, tmp_path / "done"))
 
 
-def lines(store, arm, task="echo"):
-    return [json.loads(line) for line in store.path(arm.folder, task).read_text().splitlines()]
+def lines(store, variant, task="echo"):
+    return [json.loads(line) for line in store.path(variant.folder, task).read_text().splitlines()]
 
 
 def run(jobs, loaded, store, place=PLACE, **more):
@@ -55,19 +55,19 @@ def run(jobs, loaded, store, place=PLACE, **more):
 
 
 def steps(jobs, loaded, store, place=PLACE, **more):
-    left = unfinished(jobs, ARMS, place, store)
-    return run_measurements(left, jobs, ARMS, loaded, place, store, **more)
+    left = unfinished(jobs, VARIANTS, place, store)
+    return run_measurements(left, jobs, VARIANTS, loaded, place, store, **more)
 
 
 def missing(jobs, place, store):
-    return len(unfinished(jobs, ARMS, place, store))
+    return len(unfinished(jobs, VARIANTS, place, store))
 
 
-def test_every_sample_runs_under_every_arm_once(loaded, jobs, done):
-    for arm in ARMS:
-        assert [record["id"] for record in lines(done, arm)] == ["one", "two", "three"]
-    assert lines(done, ARMS[1])[0]["kept"] == 8
-    assert lines(done, ARMS[0])[0]["kept"] > 16
+def test_every_sample_runs_under_every_variant_once(loaded, jobs, done):
+    for variant in VARIANTS:
+        assert [record["id"] for record in lines(done, variant)] == ["one", "two", "three"]
+    assert lines(done, VARIANTS[1])[0]["kept"] == 8
+    assert lines(done, VARIANTS[0])[0]["kept"] > 16
     assert missing(jobs, PLACE, done) == 0
     assert run(jobs, loaded, done) == []
 
@@ -77,7 +77,7 @@ def test_more_samples_and_other_settings_keep_what_is_there(loaded, counter, job
     more = draw_jobs([Echo(name="echo", texts=("zero", "one", "two"))], counter, None)
     assert missing(more, PLACE, store) == 9  # `texts` is a setting like any other
     assert len(run(jobs, loaded, store)) == 6
-    assert [record["id"] for record in lines(store, ARMS[0])] == ["one", "two", "three"]
+    assert [record["id"] for record in lines(store, VARIANTS[0])] == ["one", "two", "three"]
 
 
 def test_another_model_or_protocol_is_another_measurement(jobs, done):
@@ -92,8 +92,8 @@ def test_another_model_or_protocol_is_another_measurement(jobs, done):
 def test_a_failing_sample_is_recorded_and_tried_again(loaded, counter, store):
     bad = draw_jobs([Echo(name="echo", bad="two")], counter, None)
     done = list(steps(bad, loaded, store))
-    assert sum(step.error is not None for step in done) == len(ARMS)
-    failed = lines(store, ARMS[0])[1]
+    assert sum(step.error is not None for step in done) == len(VARIANTS)
+    failed = lines(store, VARIANTS[0])[1]
     assert (failed["id"], failed["error"]) == ("two", "ValueError: this one is bad")
     assert missing(bad, PLACE, store) == 3
     with pytest.raises(KvtoolError, match="echo, sample two, full: ValueError"):
@@ -121,11 +121,11 @@ def test_a_warm_up_that_fails_leaves_the_error_to_the_samples(loaded, counter, s
     monkeypatch.setattr("kvtool.evaluation.bench.bench.Bench.new_cache", no_room)
     jobs = draw_jobs([Echo(name="echo")], counter, 1)
     errors = [step.error for step in steps(jobs, loaded, store)]
-    assert errors == ["RuntimeError: out of memory"] * len(ARMS)
+    assert errors == ["RuntimeError: out of memory"] * len(VARIANTS)
 
 
 def test_an_unfinished_last_line_is_measured_again(loaded, jobs, done):
-    path = done.path(ARMS[0].folder, "echo")
+    path = done.path(VARIANTS[0].folder, "echo")
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     assert missing(jobs, PLACE, done) == 1
@@ -137,7 +137,7 @@ def test_an_unfinished_last_line_is_measured_again(loaded, jobs, done):
 
 
 def test_a_damaged_line_is_named(jobs, done):
-    path = done.path(ARMS[0].folder, "echo")
+    path = done.path(VARIANTS[0].folder, "echo")
     first, rest = path.read_text().split("\n", 1)
     path.write_text(f"{first[:30]}\n{rest}")
     with pytest.raises(KvtoolError, match=r"echo.jsonl:1 is not a record"):

@@ -11,56 +11,67 @@ from kvtool.evaluation.run.wrong import wrong_answers
 from tests.old_files.make import DATA
 
 FULL, SNAPKV, QUEST = "full", "snapkv(window=4)@32", "quest@32"
-ARMS = [FULL, "quest@25%", QUEST, "h2o+caote@25%", "h2o+caote@32", "snapkv(window=4)@25%", SNAPKV]
+VARIANTS = [
+    FULL,
+    "quest@25%",
+    QUEST,
+    "h2o+caote@25%",
+    "h2o+caote@32",
+    "snapkv(window=4)@25%",
+    SNAPKV,
+]
 
 
 @pytest.fixture
 def run(tmp_path):
-    """A run of two samples of niah: variants score in the order of `ARMS`, all answers right."""
+    """A run of two samples of niah: they score in the order of `VARIANTS`, all right."""
     folder = shutil.copytree(DATA / "run", tmp_path / "run")
     index = json.loads((folder / "samples.json").read_text())
     index["tasks"] = [entry for entry in index["tasks"] if entry["task"] == "niah"]
     (folder / "samples.json").write_text(json.dumps(index))
-    for arm in ARMS:
-        answer(folder, arm, ())
+    for variant in VARIANTS:
+        answer(folder, variant, ())
     return folder
 
 
-def file(folder, arm):
-    return folder / "samples" / re.sub("[()]", "_", arm) / "niah.jsonl"
+def file(folder, variant):
+    return folder / "samples" / re.sub("[()]", "_", variant) / "niah.jsonl"
 
 
-def answer(folder, arm, wrong):
+def answer(folder, variant, wrong):
     """Let the samples of these places be answered wrongly, the others rightly; return ids."""
-    records = [json.loads(line) for line in file(folder, arm).read_text().splitlines()]
+    records = [json.loads(line) for line in file(folder, variant).read_text().splitlines()]
     for place, record in enumerate(records):
         (turn,) = record["turns"]
         right = turn["references"][0]
-        turn["prediction"] = f"not {arm} {place}" if place in wrong else f" {right}."
-    file(folder, arm).write_text("".join(json.dumps(record) + "\n" for record in records))
+        turn["prediction"] = f"not {variant} {place}" if place in wrong else f" {right}."
+    file(folder, variant).write_text("".join(json.dumps(record) + "\n" for record in records))
     return [record["id"] for record in records]
 
 
 def found(folder, most=3):
     document = ResultsDocument.model_validate_json((folder / "results.json").read_text())
-    values = {arm: 1.0 if arm in right(folder) else 0.9 - ARMS.index(arm) / 10 for arm in ARMS}
-    results = [r.model_copy(update={"value": values[r.arm]}) for r in document.results]
+    values = {
+        variant: 1.0 if variant in right(folder) else 0.9 - VARIANTS.index(variant) / 10
+        for variant in VARIANTS
+    }
+    results = [r.model_copy(update={"value": values[r.variant]}) for r in document.results]
     return wrong_answers(folder, document.model_copy(update={"results": results}), most)["niah"]
 
 
 def right(folder):
-    return [arm for arm in ARMS if "not " not in file(folder, arm).read_text()]
+    return [variant for variant in VARIANTS if "not " not in file(folder, variant).read_text()]
 
 
 def shown(folder, most=3):
-    return [(each.arm, each.answer) for each in found(folder, most)]
+    return [(each.variant, each.answer) for each in found(folder, most)]
 
 
-def test_the_best_the_middle_and_the_worst_arm_that_err_are_shown(run):
-    for arm in ARMS[2:]:  # five variants
-        ids = answer(run, arm, (1,))
+def test_the_best_the_middle_and_the_worst_variant_that_err_are_shown(run):
+    for variant in VARIANTS[2:]:  # five variants
+        ids = answer(run, variant, (1,))
     middle = "h2o+caote@32"
-    assert shown(run) == [(arm, f"not {arm} 1") for arm in (QUEST, middle, SNAPKV)]
+    assert shown(run) == [(variant, f"not {variant} 1") for variant in (QUEST, middle, SNAPKV)]
     assert shown(run, most=1) == [(QUEST, f"not {QUEST} 1")]
     first = found(run)[0]
     assert (first.sample, first.question, first.score, first.best) == (ids[1], None, 0.0, 1.0)
@@ -68,7 +79,7 @@ def test_the_best_the_middle_and_the_worst_arm_that_err_are_shown(run):
     assert first.references[0].isdigit()
 
 
-def test_few_arms_that_err_show_more_of_their_answers(run):
+def test_few_variants_that_err_show_more_of_their_answers(run):
     answer(run, SNAPKV, (0, 1))
     assert shown(run) == [(SNAPKV, f"not {SNAPKV} 0"), (SNAPKV, f"not {SNAPKV} 1")]
     answer(run, QUEST, (0, 1))

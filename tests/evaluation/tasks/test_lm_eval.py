@@ -200,9 +200,9 @@ def test_a_tiny_budget_costs_every_kind_of_task_its_score(folder, loaded, name):
     count = 1 if name == "needle_read" else DOCUMENTS
     task = task_of(folder, name, samples=count)
     score = {}
-    for arm in make_variants(["h2o"], ["12", "500"]):
-        summary = task.summarise(run(task, Bench(loaded, arm, Protocol())))
-        score[arm.name] = summary.metrics["score"]
+    for variant in make_variants(["h2o"], ["12", "500"]):
+        summary = task.summarise(run(task, Bench(loaded, variant, Protocol())))
+        score[variant.name] = summary.metrics["score"]
     full, tiny, ample = score["full"], score["h2o@12"], score["h2o@500"]
     assert full.n == tiny.n == count
     assert ample.value == pytest.approx(full.value, rel=1e-4)
@@ -219,7 +219,7 @@ def test_a_full_cache_scores_what_the_harness_measures_with_its_own_model(folder
     from lm_eval.models.huggingface import HFLM
 
     plain = load()
-    (arm,) = make_variants(["full"], [])
+    (variant,) = make_variants(["full"], [])
     for name in ("needle_said", "needle_chosen", "needle_last", "needle_read"):
         model = HFLM(
             pretrained=plain.model,
@@ -231,7 +231,7 @@ def test_a_full_cache_scores_what_the_harness_measures_with_its_own_model(folder
             model=model, tasks=[name], task_manager=manager(folder), bootstrap_iters=0, limit=2
         )["results"][name]
         task = task_of(folder, name, samples=2)
-        ours = task.summarise(run(task, Bench(loaded, arm, Protocol()))).metrics
+        ours = task.summarise(run(task, Bench(loaded, variant, Protocol()))).metrics
         for metric, statistic in ours.items():
             if metric != "score":
                 assert statistic.value == pytest.approx(theirs[metric], rel=1e-4), metric

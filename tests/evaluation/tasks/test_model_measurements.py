@@ -22,23 +22,23 @@ from tests.evaluation.variants import make_variants
 FULL, TINY, FITS = make_variants(["streaming"], ["24", "4K"])
 
 
-def measure(loaded, counter, task, *arms, protocol=None):
+def measure(loaded, counter, task, *variants, protocol=None):
     """Records per variant, the samples' shared results shared as in a run."""
     samples = list(task.draw(counter))
-    records = {arm: [] for arm in arms}
+    records = {variant: [] for variant in variants}
     for sample in samples:
         shared = {}
-        for arm in arms:
-            bench = Bench(loaded, arm, protocol or Protocol(), shared)
-            records[arm].append(task.measure(bench, sample))
+        for variant in variants:
+            bench = Bench(loaded, variant, protocol or Protocol(), shared)
+            records[variant].append(task.measure(bench, sample))
     return samples, records
 
 
 def test_fidelity_of_what_fits_is_perfect_and_of_less_is_not(loaded, counter):
     task = FidelityTask(name="fidelity", lengths="200", samples=2)
     samples, records = measure(loaded, counter, task, FULL, TINY, FITS)
-    for arm in (FULL, FITS):
-        summary = task.summarise(records[arm])
+    for variant in (FULL, FITS):
+        summary = task.summarise(records[variant])
         assert summary.metrics["agreement"].value == 1.0
         assert summary.metrics["kl"].value == pytest.approx(0, abs=1e-6)
         assert summary.metrics["exact_match"].value == 1.0
@@ -133,8 +133,8 @@ def test_texts_of_a_file_are_summarised(loaded, counter, tmp_path):
     finally:
         kvtool.attach(loaded.model)
     summary = loaded.tokenizer.decode(plain, skip_special_tokens=True)
-    for arm in (FULL, TINY):
-        assert records[arm][0]["references"] == [summary]
+    for variant in (FULL, TINY):
+        assert records[variant][0]["references"] == [summary]
     assert records[FULL][0]["prediction"] == summary
     assert records[TINY][0]["prediction"] != summary
     assert task.summarise(records[FULL]).metrics["agreement"].value == 1.0
@@ -170,7 +170,7 @@ def test_the_full_cache_agrees_with_itself_however_the_prompt_is_split(loaded, c
     ],
     ids=lambda task: task.name,
 )
-def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task, monkeypatch):
+def test_no_variant_pays_for_the_answer_that_all_compare_with(loaded, counter, task, monkeypatch):
     events = []
     once = Bench.once
 
@@ -187,13 +187,15 @@ def test_no_arm_pays_for_the_answer_that_all_compare_with(loaded, counter, task,
 @pytest.mark.parametrize("mode", ["isolated", "end_to_end"])
 def test_output_error_grows_as_the_budget_shrinks(loaded, counter, mode):
     task = OutputError(name="output-error", lengths="160", samples=1, mode=mode, new_tokens=6)
-    arms = make_variants(["streaming"], ["24", "80", "4K"])
-    _, records = measure(loaded, counter, task, *arms)
-    full, tiny, more, fits = (task.summarise(records[arm]).metrics["nmse"].value for arm in arms)
+    variants = make_variants(["streaming"], ["24", "80", "4K"])
+    _, records = measure(loaded, counter, task, *variants)
+    full, tiny, more, fits = (
+        task.summarise(records[variant]).metrics["nmse"].value for variant in variants
+    )
     assert full < 1e-10
     assert fits < 1e-10
     assert tiny > more > 1e-3
-    curve = task.summarise(records[arms[1]]).curves["error by layer"]
+    curve = task.summarise(records[variants[1]]).curves["error by layer"]
     assert list(curve.x) == [0.0, 1.0, 2.0, 3.0]
     assert sum(curve.y) / 4 == pytest.approx(tiny)
 

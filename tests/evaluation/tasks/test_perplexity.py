@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtool.cache.build import build_cache
+from kvtool.cache.entry.build import build_cache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.bench import Bench
@@ -15,13 +15,13 @@ from kvtool.evaluation.tasks.perplexity import Perplexity
 from kvtool.generation import compress
 from tests.evaluation.variants import make_variants
 
-ARMS = make_variants(["h2o", "streaming", "snapkv"], ["40", "4K"])
+VARIANTS = make_variants(["h2o", "streaming", "snapkv"], ["40", "4K"])
 
 
-def measure(loaded, counter, arm, **settings):
+def measure(loaded, counter, variant, **settings):
     task = Perplexity(name="ppl", **{"lengths": "128", "samples": 2} | settings)
     samples = list(task.draw(counter))
-    bench = Bench(loaded, arm, Protocol())
+    bench = Bench(loaded, variant, Protocol())
     return task, samples, [task.measure(bench, sample) for sample in samples]
 
 
@@ -34,7 +34,7 @@ def plain(loaded, text, skip) -> float:
 
 @pytest.mark.parametrize(("chunk", "skip"), [(1, 1), (16, 7), (1000, 1)])
 def test_the_full_cache_gives_what_one_forward_gives(loaded, counter, chunk, skip):
-    task, samples, records = measure(loaded, counter, ARMS[0], chunk=chunk, skip=skip)
+    task, samples, records = measure(loaded, counter, VARIANTS[0], chunk=chunk, skip=skip)
     for sample, record in zip(samples, records, strict=True):
         assert task.score(record)["nll"] == pytest.approx(
             plain(loaded, sample.context, skip), abs=1e-5
@@ -42,11 +42,11 @@ def test_the_full_cache_gives_what_one_forward_gives(loaded, counter, chunk, ski
 
 
 def test_a_budget_that_fits_gives_the_same_and_a_small_one_costs_and_is_held(loaded, counter):
-    task, [sample], [record] = measure(loaded, counter, ARMS[2], lengths="192", samples=1)
+    task, [sample], [record] = measure(loaded, counter, VARIANTS[2], lengths="192", samples=1)
     nll = task.score(record)["nll"]
     assert nll == pytest.approx(plain(loaded, sample.context, 1), abs=1e-5)
-    for arm, chunk in zip(ARMS[1::2], (1, 1, 128), strict=True):
-        _, _, [small] = measure(loaded, counter, arm, lengths="192", samples=1)
+    for variant, chunk in zip(VARIANTS[1::2], (1, 1, 128), strict=True):
+        _, _, [small] = measure(loaded, counter, variant, lengths="192", samples=1)
         assert task.score(small)["nll"] > nll + 0.1
         assert small["tokens"] == record["tokens"]  # the same positions in every variant
         assert small["cost"]["kept_tokens"] == 40
@@ -54,7 +54,7 @@ def test_a_budget_that_fits_gives_the_same_and_a_small_one_costs_and_is_held(loa
 
 
 def test_documents_fit_their_length_and_end_with_a_recap(loaded, counter):
-    _, samples, records = measure(loaded, counter, ARMS[0], lengths="128,512", chunk=128)
+    _, samples, records = measure(loaded, counter, VARIANTS[0], lengths="128,512", chunk=128)
     for sample, record in zip(samples, records, strict=True):
         length = sample.cell["length"]
         ids = loaded.tokenizer(sample.context).input_ids
@@ -109,7 +109,7 @@ def test_what_leaves_nothing_to_score_is_refused(loaded, counter, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("The old")
     with pytest.raises(KvtoolError, match="the text has 5 tokens, skip 9 leaves none to score"):
-        measure(loaded, counter, ARMS[0], data=str(short), skip=9)
+        measure(loaded, counter, VARIANTS[0], data=str(short), skip=9)
 
 
 def over_what_is_kept(loaded, ids, prompt: int, budget: int) -> float:
@@ -132,7 +132,7 @@ def over_what_is_kept(loaded, ids, prompt: int, budget: int) -> float:
 
 @torch.no_grad()
 def test_what_follows_a_prompt_is_scored_from_what_the_cut_left(loaded, counter):
-    task, samples, records = measure(loaded, counter, ARMS[5], prompt=100)
+    task, samples, records = measure(loaded, counter, VARIANTS[5], prompt=100)
     for sample, record in zip(samples, records, strict=True):
         ids = loaded.tokenizer(sample.context, return_tensors="pt").input_ids
         assert task.score(record)["nll"] == pytest.approx(
@@ -142,9 +142,9 @@ def test_what_follows_a_prompt_is_scored_from_what_the_cut_left(loaded, counter)
         assert sum(record["tokens"]) == ids.shape[1] - 100
 
 
-@pytest.mark.parametrize("arm", [ARMS[0], ARMS[6]], ids=lambda arm: arm.name)
-def test_a_prompt_that_fits_changes_nothing_but_where_scores_begin(loaded, counter, arm):
-    task, samples, records = measure(loaded, counter, arm, prompt=100, skip=110)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[6]], ids=lambda variant: variant.name)
+def test_a_prompt_that_fits_changes_nothing_but_where_scores_begin(loaded, counter, variant):
+    task, samples, records = measure(loaded, counter, variant, prompt=100, skip=110)
     for sample, record in zip(samples, records, strict=True):
         expected = plain(loaded, sample.context, 110)
         assert task.score(record)["nll"] == pytest.approx(expected, abs=1e-5)
@@ -154,11 +154,11 @@ def test_variants_read_the_prompt_of_a_text_together(loaded, counter):
     task = Perplexity(name="ppl", lengths="128", samples=1, prompt=100)
     (sample,) = task.draw(counter)
     prompts = SharedPrompts()
-    arms = [ARMS[0], ARMS[1], ARMS[5]]
-    benches = [Bench(loaded, arm, Protocol(), prompts=prompts) for arm in arms]
+    variants = [VARIANTS[0], VARIANTS[1], VARIANTS[5]]
+    benches = [Bench(loaded, variant, Protocol(), prompts=prompts) for variant in variants]
     prompts.begin(benches)
-    for bench, arm in zip(benches, arms, strict=True):
+    for bench, variant in zip(benches, variants, strict=True):
         together = task.measure(bench, sample)
-        alone = task.measure(Bench(loaded, arm, Protocol()), sample)
+        alone = task.measure(Bench(loaded, variant, Protocol()), sample)
         assert together["cost"]["peak_memory_bytes"] is None  # it is of all variants together
         assert together["nll"] == pytest.approx(alone["nll"], abs=1e-4)

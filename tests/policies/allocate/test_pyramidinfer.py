@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvtool.policies.allocate.problem import AllocationProblem
-from kvtool.policies.allocate.pyramidinfer import Cosine, kept_tokens
+from kvtool.policies.scores.pyramidinfer import Cosine, kept_tokens
 
 
 def split(n, layers, mean, min_context=64):

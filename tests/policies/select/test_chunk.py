@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
+from kvtool.policies.chunk import Chunk, run_order
 from kvtool.policies.parts import SlotView
-from kvtool.policies.select.chunk import Chunk, run_order
 from tests.cache.test_oracle import follow
 from tests.models_for_tests import anchored_model, prompt
 from tests.reference.policies import Chunked, SnapKV, build

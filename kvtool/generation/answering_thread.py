@@ -1,0 +1,351 @@
+"""Answer requests that come in while others run: one thread reads prompts and draws tokens.
+
+Requests whose caches can be joined share a batch (`kvtool.cache.whole.batching`), the others take
+a step each in turn. Between two steps one prompt is read, so that a long queue does not hold up
+answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvtool.cache.whole.batching import take_entry, why_apart
+from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.report import CacheReport
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.generation.continuation import feed_prompt
+from kvtool.generation.conversation import Asked, Conversation
+from kvtool.generation.model_settings import end_tokens
+from kvtool.generation.serving import Batch, Drawing, Running, Waiting, begin, step_all
+
+_LAST_STEP = 10.0  # seconds that the last step may take; a long prompt is left behind
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a request begins with, once it is its turn.
+
+    Attributes:
+        cache: empty, or holding the text before.
+        asked: what is fed to it.
+        talk: the conversation that the answer belongs to; None: it belongs to none.
+        held: whether the text before comes from a request before this one.
+    """
+
+    cache: KVCache
+    asked: Asked
+    talk: Conversation | None = None
+    held: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer, and what the cache holds at its end.
+
+    Attributes:
+        ended: whether a token or a text has ended it, and not its length.
+        fed: tokens that were read for it.
+        held: as for `Opened`.
+    """
+
+    token_ids: list[int]
+    ended: bool
+    report: CacheReport
+    fed: int
+    held: bool
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way.
+
+    Attributes:
+        group: requests with the same one, which have the same policy and budget, share a batch.
+        open: makes or finds the cache; called in the thread that answers.
+        sequence_bytes: of the cache that it takes at most.
+        on_token: called with each token as it is drawn.
+        on_end: called once, with the answer or with what went wrong.
+        keep_as: returns by what the conversation is found again, of its answer; None: it is not
+            held.
+    """
+
+    group: Hashable
+    open: Callable[[], Opened]
+    max_new_tokens: int
+    sequence_bytes: int
+    drawing: Drawing
+    on_token: Callable[[int], None]
+    on_end: Callable[[Answer | Exception], None]
+    keep_as: Callable[[Answer], Hashable] | None = None
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    opened: Opened | None = None
+
+    def report_to(
+        self, on_token: Callable[[int], None], on_end: Callable[[Answer | Exception], None]
+    ) -> None:
+        """Say who hears of its tokens and of its end."""
+        self.on_token, self.on_end = on_token, on_end
+
+    def begin(self, opened: Opened) -> None:
+        """Note that it is in flight."""
+        self.opened = opened
+
+    def cancel(self) -> None:
+        """Let it go before its next token; `on_end` is not called any more."""
+        self.cancelled.set()
+
+
+class Held:
+    """Conversations between two requests, the least recently used first."""
+
+    def __init__(self) -> None:
+        self._talks: OrderedDict[Hashable, tuple[Conversation, int]] = OrderedDict()
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._talks)
+
+    def add(self, key: Hashable, talk: Conversation) -> None:
+        """Hold a conversation, in place of another one with the same key."""
+        self.take(key)
+        report = talk.cache.report()
+        size = report.allocated_bytes + report.state_bytes
+        self._talks[key] = talk, size
+        self.nbytes += size
+
+    def take(self, key: Hashable) -> Conversation | None:
+        """Return a conversation, which is not held any more; None: there is none."""
+        talk, size = self._talks.pop(key, (None, 0))
+        self.nbytes -= size
+        return talk
+
+    def shrink(self, most: int) -> None:
+        """Forget the least recently used until the others take at most `most` bytes."""
+        while self._talks and self.nbytes > most:
+            self.take(next(iter(self._talks)))
+
+
+class LiveAnswers:
+    """A thread that answers requests, as many at a time as a memory holds.
+
+    Attributes:
+        held: the conversations that later requests go on with; of the thread.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        memory: int | None = None,
+        most_sequences: int | None = None,
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            memory: bytes of all caches, of requests in flight and of held ones; None: no bound.
+            most_sequences: requests in flight; None: no bound.
+        """
+        self.model, self.tokenizer, self.memory = model, tokenizer, memory
+        self.held = Held()
+        self._most = most_sequences
+        self._coming: deque[Job] = deque()
+        self._batches: list[_Live] = []
+        self._change, self._stopping = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="kvtool-answers", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job) -> None:
+        """Line up a request.
+
+        Raises:
+            UsageError: it alone is larger than the memory.
+            KvtoolError: the server ends.
+        """
+        if self.memory is not None and job.sequence_bytes > self.memory:
+            raise UsageError(
+                f"the request takes up to {job.sequence_bytes} bytes of cache, and the server has "
+                f"{self.memory} for requests",
+                hint="a shorter prompt, fewer tokens or a smaller budget",
+            )
+        with self._change:
+            if self._stopping:
+                raise KvtoolError("the server is ending")
+            self._coming.append(job)
+            self._change.notify()
+
+    @property
+    def waiting(self) -> int:
+        """How many requests wait for their turn."""
+        return len(self._coming)
+
+    @property
+    def running(self) -> int:
+        """How many requests are in flight."""
+        return sum(len(live.jobs) for live in list(self._batches))
+
+    def stop(self) -> None:
+        """End the thread after its step; requests that are not answered are dropped."""
+        with self._change:
+            self._stopping = True
+            self._change.notify()
+        self._thread.join(_LAST_STEP)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                while not (self._stopping or self._coming or self._batches):
+                    self._change.wait()
+                if self._stopping:
+                    return
+            self._drop_cancelled()
+            job = self._next()
+            if job is not None:
+                self._guard([job], partial(self._admit, job))
+            for live in list(self._batches):
+                if not self._guard(live.jobs, live.step) or not live.jobs:
+                    self._batches.remove(live)
+            if self.memory is not None and len(self.held):
+                self.held.shrink(self.memory - _bytes_of([live.jobs for live in self._batches]))
+
+    def _guard(self, jobs: list[Job], work: Callable[[], Any]) -> bool:
+        """Do some work for requests, which all end with what goes wrong in it."""
+        try:
+            work()
+        except Exception as error:
+            for job in jobs:
+                if not job.cancelled.is_set():
+                    job.on_end(error)
+            return False
+        return True
+
+    def _drop_cancelled(self) -> None:
+        with self._change:
+            self._coming = deque(job for job in self._coming if not job.cancelled.is_set())
+        for live in list(self._batches):
+            if not self._guard(live.jobs, live.drop_cancelled) or not live.jobs:
+                self._batches.remove(live)
+
+    def _next(self) -> Job | None:
+        """Take the first request of the queue if it fits, and free the memory that it needs."""
+        with self._change:
+            if not self._coming:
+                return None
+            job = self._coming[0]
+            running = [live.jobs for live in self._batches]
+            if running and self._most is not None and sum(map(len, running)) >= self._most:
+                return None
+            if self.memory is not None:
+                taken = _bytes_of(_with(job, running))
+                if running and taken > self.memory:
+                    return None
+                self.held.shrink(self.memory - taken)
+            return self._coming.popleft()
+
+    def _admit(self, job: Job) -> None:
+        opened = job.open()
+        ids, logits, _ = feed_prompt(
+            self.model,
+            opened.cache,
+            opened.asked.ids,
+            None,
+            job.max_new_tokens,
+            self.tokenizer,
+        )
+        prompt = Waiting(0, ids, job.max_new_tokens, job.sequence_bytes)
+        running = begin(self.model, self.tokenizer, prompt, job.drawing)
+        job.begin(opened)
+        if why_apart(opened.cache.policy) is None and not opened.cache.recurrent:
+            for live in self._batches:
+                if live.group == job.group:
+                    live.join(job, running, opened.cache, logits)
+                    return
+        batch = Batch(opened.cache, logits, [running])
+        self._batches.append(_Live(self.model, self.held, job.group, [job], batch))
+
+
+def _with(job: Job, running: list[list[Job]]) -> list[list[Job]]:
+    """Put one more request into the batch that it joins, of the requests of each batch."""
+    for place, jobs in enumerate(running):
+        if jobs and jobs[0].group == job.group:
+            return [*running[:place], [*jobs, job], *running[place + 1 :]]
+    return [*running, [job]]
+
+
+def _bytes_of(running: list[list[Job]]) -> int:
+    """Return the bytes of all batches; each is as wide as its widest sequence."""
+    widest = (max(each.sequence_bytes for each in jobs) * len(jobs) for jobs in running if jobs)
+    return sum(widest)
+
+
+@dataclass(eq=False)
+class _Live:
+    """Requests over one cache, in the order of its entries.
+
+    Attributes:
+        joined: whether there have been several at a time.
+    """
+
+    model: PreTrainedModel
+    held: Held
+    group: Hashable
+    jobs: list[Job]
+    batch: Batch
+    joined: bool = False
+
+    def join(self, job: Job, running: Running, cache: KVCache, logits: torch.Tensor) -> None:
+        self.joined = True
+        self.batch.add([running], [cache], [logits])
+        self.jobs.append(job)
+
+    def drop_cancelled(self) -> None:
+        going = [i for i, job in enumerate(self.jobs) if not job.cancelled.is_set()]
+        if len(going) < len(self.jobs):
+            self.jobs = [self.jobs[i] for i in going]
+            if going:
+                self.batch.keep(going)
+
+    def step(self) -> None:
+        """Draw a token for each request, and end those that it ends."""
+        ended = step_all(self.model, self.batch.sequences, self.batch.logits)
+        for job, running in zip(self.jobs, self.batch.sequences, strict=True):
+            job.on_token(running.new[-1])
+        for entry, ends in enumerate(ended):
+            if ends and not self.jobs[entry].cancelled.is_set():
+                self._end(entry)
+        going = [i for i, ends in enumerate(ended) if not ends]
+        self.jobs = [self.jobs[i] for i in going]
+        if going:
+            self.batch.go_on(self.model, going)
+
+    def _end(self, entry: int) -> None:
+        """Hand over an answer, and hold its conversation."""
+        job, running = self.jobs[entry], self.batch.sequences[entry]
+        opened = job.opened
+        assert opened is not None, "which was admitted"
+        cache = take_entry(self.batch.cache, entry) if self.joined else self.batch.cache
+        new = running.new
+        cache.remember(running.known)
+        answer = Answer(
+            new,
+            len(new) < job.max_new_tokens or new[-1] in end_tokens(self.model),
+            cache.report(),
+            opened.asked.ids.shape[1],
+            opened.held,
+        )
+        if opened.talk is not None:
+            opened.talk.move_to(cache)
+            opened.talk.take(opened.asked, len(new))
+            key = None if job.keep_as is None else job.keep_as(answer)
+            if key is not None:
+                self.held.add(key, opened.talk)
+        job.on_end(answer)

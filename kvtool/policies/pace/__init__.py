@@ -1,1 +1,0 @@
-"""Paces: how many tokens are decoded between two cuts."""

@@ -1,1 +1,0 @@
-"""Choose slots together by their scores, where it is not one by one."""
