@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.from_python import checked
 from kvtool.documents.files import check_name, check_writable, expand
-from kvtool.documents.settings import MODEL_SETTINGS, Dtype, Flag
+from kvtool.documents.settings import MODEL_SETTINGS, Dtype, flag
 from kvtool.engines.vllm.format import SUFFIX
 from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
@@ -30,22 +30,14 @@ class ExportSettings(ModelSettings):
         dtype: of the exported keys and values; `auto`: that of the cache.
     """
 
-    file: Annotated[
-        str | None,
-        Flag(metavar="CACHE.safetensors", help="A cache that kvtool compress has saved."),
-    ] = None
-    to: Annotated[Literal["vllm"], Flag("--to", help="The engine that will load it.")] = "vllm"
-    save: Annotated[
-        str | None,
-        Flag("--save", metavar="FILE.safetensors", help="Write the exported cache here."),
-    ] = None
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "--dtype",
-            help="Of the exported keys and values; auto: that of the cache.  [default: auto]",
-        ),
-    ] = "auto"
+    file: str | None = flag("CACHE.safetensors", "A cache that kvtool compress has saved.")
+    to: Literal["vllm"] = flag("--to", "The engine that will load it.", default="vllm")
+    save: str | None = flag("--save=FILE.safetensors", "Write the exported cache here.")
+    dtype: Dtype = flag(
+        "--dtype",
+        "Of the exported keys and values; auto: that of the cache.  [default: auto]",
+        default="auto",
+    )
 
     @property
     def file_path(self) -> Path | None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from kvtool.documents.files import check_writable, expand
-from kvtool.documents.settings import Flag
+from kvtool.documents.settings import flag
 
 Format = Literal["text", "json", "yaml"]
 _SUFFIXES: dict[str, Format] = {
@@ -22,35 +22,17 @@ _SUFFIXES: dict[str, Format] = {
 class OutputSettings:
     """Where a command's data goes, in which form, and how much is said beside it."""
 
-    output: Annotated[
-        str | None,
-        Flag(
-            "--output -o",
-            metavar="PATH|-",
-            help="Write the data here, whole or not at all.",
-            python=None,
-        ),
-    ] = None
-    format: Annotated[
-        Format | None,
-        Flag(
-            "--format -f",
-            help="Form of the data.  [default: by the suffix of --output]",
-            python=None,
-        ),
-    ] = None
-    quiet: Annotated[bool, Flag("--quiet -q", help="Say nothing but errors.", python=None)] = False
-    progress: Annotated[
-        bool | None,
-        Flag(
-            "--progress/--no-progress",
-            help="Progress bars.  [default: on a terminal]",
-            python=None,
-        ),
-    ] = None
-    debug: Annotated[bool, Flag("--debug", help="Show the traceback of an error.", python=None)] = (
-        False
+    output: str | None = flag(
+        "--output -o=PATH|-", "Write the data here, whole or not at all.", python=None
     )
+    format: Format | None = flag(
+        "--format -f", "Form of the data.  [default: by the suffix of --output]", python=None
+    )
+    quiet: bool = flag("--quiet -q", "Say nothing but errors.", python=None, default=False)
+    progress: bool | None = flag(
+        "--progress/--no-progress", "Progress bars.  [default: on a terminal]", python=None
+    )
+    debug: bool = flag("--debug", "Show the traceback of an error.", python=None, default=False)
 
     @property
     def output_path(self) -> Path | None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from kvtool.calls.settings import CachedSettings
 from kvtool.documents.files import check_name, expand
-from kvtool.documents.settings import Flag
+from kvtool.documents.settings import flag
 from kvtool.errors import UsageError
 from kvtool.sizes import DEFAULT_NEW_TOKENS, Budget, parse_count, parse_memory
 
@@ -24,69 +23,41 @@ class ServeSettings(CachedSettings):
 
     device_memory: str | None = None  # has no flag: --memory bounds the caches
 
-    host: Annotated[
-        str,
-        Flag("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0 is every network."),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Flag("--port", min=0, max=65535, metavar="N", help="Listen here; 0: any that is free.")
-    ] = 8000
-    cache: Annotated[
-        list[str],
-        Flag(
-            "--cache",
-            metavar="CACHE.safetensors",
-            help="Start conversations from this saved cache; several have names of their own.",
-        ),
-    ] = field(default_factory=list)
-    memory: Annotated[
-        str | None,
-        Flag(
-            "--memory",
-            metavar="BYTES",
-            help="Hold caches of this size: texts of --cache, running requests, conversations "
-            "(8GiB).  [default: half of what is free, up to 64 running]",
-        ),
-    ] = None
-    allow_policies: Annotated[
-        str | None,
-        Flag(
-            "--allow-policies",
-            metavar="POLICIES",
-            help="Policies that a request may choose, such as h2o,snapkv.  [default: none]",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        Flag("--api-key", metavar="KEY", help=f"Answer requests with this key only.  [{API_KEY}]"),
-    ] = None
-    max_new_tokens: Annotated[
-        str | int | None,
-        Flag(
-            "--max-new-tokens -n",
-            metavar="N",
-            help="Tokens of an answer where the request does not say.  "
-            f"[default: {DEFAULT_NEW_TOKENS}]",
-            key="generation.max_new_tokens",
-        ),
-    ] = None
-    longest_prompt: Annotated[
-        str | None,
-        Flag(
-            "--longest-prompt",
-            metavar="N",
-            help="Refuse longer prompts.  [default: what the model was trained for]",
-        ),
-    ] = None
-    drain: Annotated[
-        int,
-        Flag(
-            "--drain",
-            min=0,
-            metavar="SECONDS",
-            help="Let running answers end for so long once the server is told to stop.",
-        ),
-    ] = 30
+    host: str = flag(
+        "--host=ADDRESS", "Listen here; 0.0.0.0 is every network.", default="127.0.0.1"
+    )
+    port: int = flag(
+        "--port=N", "Listen here; 0: any that is free.", min=0, max=65535, default=8000
+    )
+    cache: list[str] = flag(
+        "--cache=CACHE.safetensors",
+        "Start conversations from this saved cache; several have names of their own.",
+        default=[],
+    )
+    memory: str | None = flag(
+        "--memory=BYTES",
+        "Hold caches of this size: texts of --cache, running requests, conversations "
+        "(8GiB).  [default: half of what is free, up to 64 running]",
+    )
+    allow_policies: str | None = flag(
+        "--allow-policies=POLICIES",
+        "Policies that a request may choose, such as h2o,snapkv.  [default: none]",
+    )
+    api_key: str | None = flag("--api-key=KEY", f"Answer requests with this key only.  [{API_KEY}]")
+    max_new_tokens: str | int | None = flag(
+        "--max-new-tokens -n=N",
+        f"Tokens of an answer where the request does not say.  [default: {DEFAULT_NEW_TOKENS}]",
+        key="generation.max_new_tokens",
+    )
+    longest_prompt: str | None = flag(
+        "--longest-prompt=N", "Refuse longer prompts.  [default: what the model was trained for]"
+    )
+    drain: int = flag(
+        "--drain=SECONDS",
+        "Let running answers end for so long once the server is told to stop.",
+        min=0,
+        default=30,
+    )
 
     @property
     def new_tokens(self) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import MEMORY_HELP, RecipeSettings
 from kvtool.documents.files import check_name, check_prompt, check_writable, expand
-from kvtool.documents.settings import Flag, Template
+from kvtool.documents.settings import Template, flag
 from kvtool.engines.vllm.format import exported_path
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import (
@@ -36,40 +36,28 @@ _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 class CachedSettings(RecipeSettings):
     """The policy and budget of caches, and how prompts are read into them."""
 
-    policy: Annotated[
-        str | Policy | None,
-        Flag(
-            "--policy -p",
-            metavar="POLICY",
-            help="What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
-            "my_package.my_module:MyScore.",
-            key="policy",
-            env="KVTOOL_POLICY",
-            after="chat_template",
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        Flag(
-            "--budget -b",
-            metavar="SIZE",
-            help="Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
-            f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
-            key="budget",
-            env="KVTOOL_BUDGET",
-            after="policy",
-        ),
-    ] = None
-    prefill: Annotated[
-        str | None,
-        Flag(
-            "--prefill",
-            metavar="full|block[:M]",
-            help=f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
-            key="prefill",
-            after="budget",
-        ),
-    ] = None
+    policy: str | Policy | None = flag(
+        "--policy -p=POLICY",
+        "What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
+        "my_package.my_module:MyScore.",
+        key="policy",
+        env="KVTOOL_POLICY",
+        after="chat_template",
+    )
+    budget: str | None = flag(
+        "--budget -b=SIZE",
+        "Tokens per layer and KV head (512, 4K), share of the prompt (20%), bytes "
+        f"(64MiB), or auto: what is free.  [default: {DEFAULT_TOKENS}]",
+        key="budget",
+        env="KVTOOL_BUDGET",
+        after="policy",
+    )
+    prefill: str | None = flag(
+        "--prefill=full|block[:M]",
+        f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+        key="prefill",
+        after="budget",
+    )
 
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
@@ -79,42 +67,24 @@ class CachedSettings(RecipeSettings):
 class PromptSettings(CachedSettings):
     """A prompt, and the policy and budget of the cache it fills."""
 
-    prompt: Annotated[
-        str | None,
-        Flag(
-            "--prompt",
-            metavar="TEXT",
-            help="The prompt; with --prompt-file a question about the file.",
-        ),
-    ] = None
-    prompt_file: Annotated[
-        str | None,
-        Flag("--prompt-file", metavar="FILE|-", help="Read the prompt from a UTF-8 file, - stdin."),
-    ] = None
-    system: Annotated[
-        str | None,
-        Flag("--system", metavar="TEXT", help="System message of the chat template."),
-    ] = None
-    chat_template: Annotated[
-        Template,
-        Flag(
-            "--chat-template",
-            help="Put what the user says into the model's chat template; off: as it stands.",
-            counts=False,
-        ),
-    ] = "auto"
-    save: Annotated[
-        str | None,
-        Flag("--save", metavar="CACHE.safetensors", help="Save the compressed cache here."),
-    ] = None
-    show: Annotated[
-        str | None,
-        Flag(
-            "--show",
-            metavar="FILE.html|-",
-            help="Show which tokens each layer and head kept: a page, or - on this terminal.",
-        ),
-    ] = None
+    prompt: str | None = flag(
+        "--prompt=TEXT", "The prompt; with --prompt-file a question about the file."
+    )
+    prompt_file: str | None = flag(
+        "--prompt-file=FILE|-", "Read the prompt from a UTF-8 file, - stdin."
+    )
+    system: str | None = flag("--system=TEXT", "System message of the chat template.")
+    chat_template: Template = flag(
+        "--chat-template",
+        "Put what the user says into the model's chat template; off: as it stands.",
+        counts=False,
+        default="auto",
+    )
+    save: str | None = flag("--save=CACHE.safetensors", "Save the compressed cache here.")
+    show: str | None = flag(
+        "--show=FILE.html|-",
+        "Show which tokens each layer and head kept: a page, or - on this terminal.",
+    )
 
     @property
     def save_path(self) -> Path | None:
@@ -144,9 +114,9 @@ class PromptSettings(CachedSettings):
     def check_output(self) -> None:
         """Refuse an output file that could not be written at the end, or that is the cache's."""
         super().check_output()
-        for flag, path in (("--save", self.save), ("--show", self.show)):
+        for option, path in (("--save", self.save), ("--show", self.show)):
             if path is not None and path != "-" and expand(path) == self.output_path:
-                raise UsageError(f"{flag} and --output both write `{self.output_path}`")
+                raise UsageError(f"{option} and --output both write `{self.output_path}`")
 
     def check(self) -> None:
         self._check_show()
@@ -187,23 +157,15 @@ class CompressionSettings(PromptSettings):
         export_vllm: a folder of exported caches, to which this one goes as well.
     """
 
-    max_new_tokens: Annotated[
-        str | int | None,
-        Flag(
-            "--max-new-tokens -n",
-            metavar="N",
-            help="Read the prompt for a text that goes on for N tokens, questions included; only "
-            "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
-        ),
-    ] = None
-    export_vllm: Annotated[
-        str | None,
-        Flag(
-            "--export-vllm",
-            metavar="FOLDER",
-            help="Export the cache to this folder as well, for vLLM; see kvtool export.",
-        ),
-    ] = None
+    max_new_tokens: str | int | None = flag(
+        "--max-new-tokens -n=N",
+        "Read the prompt for a text that goes on for N tokens, questions included; only "
+        "models whose RoPE depends on the length (longrope, dynamic) differ.  [default: 0]",
+    )
+    export_vllm: str | None = flag(
+        "--export-vllm=FOLDER",
+        "Export the cache to this folder as well, for vLLM; see kvtool export.",
+    )
 
     @property
     def export_path(self) -> Path | None:
@@ -247,110 +209,67 @@ class GenerationSettings(PromptSettings):
         cache: to go on from: its file, or the cache.
     """
 
-    turns: Annotated[
-        str | Turns | None,
-        Flag(
-            "--turns",
-            metavar="FILE|-",
-            help="Answer the user's turns, one a line (text or JSON Lines) or messages in a JSON "
-            "array, after the prompt.",
-        ),
-    ] = None
-    prompts: Annotated[
-        str | list[PromptEntry] | None,
-        Flag(
-            "--prompts",
-            metavar="FILE.jsonl|-",
-            help="Answer many prompts, one a line of JSON, several at a time.",
-            python=None,
-        ),
-    ] = None
-    memory: Annotated[
-        str | None,
-        Flag(
-            "--memory",
-            metavar="BYTES",
-            help="Run as many of --prompts at a time as fit this cache (8GiB).  [default: half of "
-            "what is free, up to 64]",
-            python=None,
-        ),
-    ] = None
-    device_memory: Annotated[
-        str | None,
-        Flag(
-            "--device-memory",
-            metavar="SIZE",
-            help=f"{MEMORY_HELP[:-1]}; without --prompts also --memory]",
-            counts=False,
-        ),
-    ] = None
-    skip_bad: Annotated[
-        bool,
-        Flag(
-            "--skip-bad",
-            help="Answer the other --prompts where one cannot be answered, and end with code 4.",
-            python=None,
-        ),
-    ] = False
-    overwrite: Annotated[
-        bool,
-        Flag(
-            "--overwrite",
-            help="Answer --prompts anew whose answers are in --output.",
-            python=None,
-            counts=False,
-        ),
-    ] = False
-    cache: Annotated[
-        str | KVCache | None,
-        Flag("--cache", metavar="CACHE.safetensors", help="Go on from this saved cache."),
-    ] = None
-    max_new_tokens: Annotated[
-        str | int | None,
-        Flag(
-            "--max-new-tokens -n",
-            metavar="N",
-            help=f"Stop after N new tokens.  [default: {DEFAULT_NEW_TOKENS}]",
-            key="generation.max_new_tokens",
-        ),
-    ] = None
-    temperature: Annotated[
-        float | None,
-        Flag(
-            "--temperature",
-            metavar="T",
-            help="0 takes the likeliest token, above 0 samples.  [default: 0]",
-            key="generation.temperature",
-        ),
-    ] = None
-    stop: Annotated[
-        list[str],
-        Flag(
-            "--stop",
-            metavar="TEXT",
-            help="End where this text comes up; it stays.",
-            key="generation.stop",
-        ),
-    ] = field(default_factory=list)
-    stream: Annotated[
-        bool | None,
-        Flag(
-            "--stream/--no-stream",
-            help="Print text as it comes.  [default: on a terminal]",
-            python=None,
-            counts=False,
-        ),
-    ] = None
-    compare_full: Annotated[
-        bool, Flag("--compare-full", help="Measure how close the run stays to a full cache.")
-    ] = False
-    compile: Annotated[
-        bool | None,
-        Flag(
-            "--compile/--no-compile",
-            help="Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
-        ),
-    ] = None
+    turns: str | Turns | None = flag(
+        "--turns=FILE|-",
+        "Answer the user's turns, one a line (text or JSON Lines) or messages in a JSON "
+        "array, after the prompt.",
+    )
+    prompts: str | list[PromptEntry] | None = flag(
+        "--prompts=FILE.jsonl|-",
+        "Answer many prompts, one a line of JSON, several at a time.",
+        python=None,
+    )
+    memory: str | None = flag(
+        "--memory=BYTES",
+        "Run as many of --prompts at a time as fit this cache (8GiB).  [default: half of "
+        "what is free, up to 64]",
+        python=None,
+    )
+    device_memory: str | None = flag(
+        "--device-memory=SIZE",
+        f"{MEMORY_HELP[:-1]}; without --prompts also --memory]",
+        counts=False,
+    )
+    skip_bad: bool = flag(
+        "--skip-bad",
+        "Answer the other --prompts where one cannot be answered, and end with code 4.",
+        python=None,
+        default=False,
+    )
+    overwrite: bool = flag(
+        "--overwrite",
+        "Answer --prompts anew whose answers are in --output.",
+        python=None,
+        counts=False,
+        default=False,
+    )
+    cache: str | KVCache | None = flag("--cache=CACHE.safetensors", "Go on from this saved cache.")
+    max_new_tokens: str | int | None = flag(
+        "--max-new-tokens -n=N",
+        f"Stop after N new tokens.  [default: {DEFAULT_NEW_TOKENS}]",
+        key="generation.max_new_tokens",
+    )
+    temperature: float | None = flag(
+        "--temperature=T",
+        "0 takes the likeliest token, above 0 samples.  [default: 0]",
+        key="generation.temperature",
+    )
+    stop: list[str] = flag(
+        "--stop=TEXT", "End where this text comes up; it stays.", key="generation.stop", default=[]
+    )
+    stream: bool | None = flag(
+        "--stream/--no-stream",
+        "Print text as it comes.  [default: on a terminal]",
+        python=None,
+        counts=False,
+    )
+    compare_full: bool = flag(
+        "--compare-full", "Measure how close the run stays to a full cache.", default=False
+    )
+    compile: bool | None = flag(
+        "--compile/--no-compile",
+        "Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
+    )
 
     @property
     def continues(self) -> bool:
