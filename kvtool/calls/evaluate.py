@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.eval_settings import EvalSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
+from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
 from kvtool.documents.resolve import document_of, flags_of
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.source import Source, is_document
+from kvtool.errors import UsageError
 from kvtool.evaluation.comparison import Comparison, read_comparison
 from kvtool.evaluation.run.gates import Gate
+from kvtool.evaluation.run.index import RESULTS, read_results_file
 from kvtool.evaluation.tasks.selection import TaskFlags
 from kvtool.models.attached import ModelSource
 from kvtool.policies.grammar import parse_policy
@@ -97,6 +100,28 @@ def evaluate(
     return run_prepared(prepared, watcher, overwrite=overwrite, stop_on_error=stop_on_error)
 
 
+def load_results(folder: str | Path) -> ResultsDocument:
+    """Return the results of a run, as `kvtool.evaluate` returned them.
+
+    Nothing that the run names is imported.
+
+    Args:
+        folder: of the run, or its `results.json`.
+
+    Raises:
+        UsageError: no run is there, or one of another schema version.
+        KvtoolError: a damaged file.
+    """
+    path = expand(str(folder))
+    if path.is_dir():
+        path = path / RESULTS
+    if not path.is_file():
+        raise UsageError(
+            f"no results in `{folder}`", hint="a run of kvtool eval or kvtool.evaluate has them"
+        )
+    return read_results_file(path)
+
+
 def planned_device(settings: EvalSettings, comparison: Comparison) -> PlannedDevice:
     """Return the device that settings name, once it is known that something is planned in it."""
     from kvtool.evaluation.auto_budget import asks_device
@@ -130,8 +155,8 @@ def compared(
     """
     flags = flags_of(settings)
     flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
-    flags.set("--policy", policies, "policy")
-    flags.set("--budget", budgets, "budget")
+    for name, value in (("policy", policies), ("budget", budgets)):
+        flags.set(f"--{name}", value, name, weak=name in settings.environment)
     values = {name: getattr(settings, name) for name in _TASK_SETTINGS}
     return read_comparison(
         source,
