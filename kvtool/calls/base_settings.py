@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.output_settings import OutputSettings
+from kvtool.documents.files import check_name
 from kvtool.documents.settings import MODEL_SETTINGS, ModelFields, as_flags, flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
-from kvtool.sizes import LARGEST_SEED, parse_memory
+from kvtool.sizes import LARGEST_SEED, parse_count, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
@@ -27,6 +29,30 @@ else:
     _ONE_PROCESS = tuple(name for name in MODEL_SETTINGS if name != "tensor_parallel")
     _ModelFlags = as_flags(ModelFields, leave_out=("tensor_parallel",), under="model")
     _SplitFlag = as_flags(ModelFields, leave_out=_ONE_PROCESS, under="model")
+
+
+def at_least(least: int, given: str | int, option: str) -> int:
+    """Read a number of tokens that has a lower bound.
+
+    Raises:
+        UsageError: no number of tokens, or a lower one.
+    """
+    count = parse_count(given)
+    if count < least:
+        raise UsageError(f"{option} must be {least} or more, got {given}")
+    return count
+
+
+def check_cache_file(path: Path) -> None:
+    """Refuse a saved cache that is not there.
+
+    Raises:
+        UsageError: it is not.
+    """
+    check_name(path, "--cache")
+    if not path.is_file():
+        why = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"cache file `{path}` {why}", hint="--cache book.kv.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)

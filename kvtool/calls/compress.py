@@ -113,7 +113,7 @@ def prepare_compression(
         UsageError, KvtoolError: as `compress`.
     """
     check_transformers()
-    settings.check_paths()
+    settings.check_output()
     settings.source().check()
     if settings.policy is None:
         raise UsageError("no policy", hint="--policy h2o+caote; `kvtool policies` lists them")

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvtool.calls.base_settings import ModelSettings
+from kvtool.calls.base_settings import ModelSettings, check_cache_file
 from kvtool.calls.from_python import checked
-from kvtool.documents.files import check_name, check_writable, expand
+from kvtool.documents.files import check_writable, expand
 from kvtool.documents.settings import MODEL_SETTINGS, Dtype, flag
 from kvtool.engines.vllm.format import SUFFIX
 from kvtool.errors import UsageError
@@ -64,18 +64,18 @@ class ExportSettings(ModelSettings):
         Raises:
             UsageError: one is missing, cannot be, or they are the same.
         """
-        self.check_output()
         if self.file_path is None or self.save_path is None:
             missing = "cache is given" if self.file_path is None else "file to save to"
             raise UsageError(f"no {missing}", hint=_USAGE)
-        check_name(self.file_path, "CACHE")
-        if not self.file_path.is_file():
-            raise UsageError(f"cache file `{self.file}` does not exist")
-        _check_save(self.save_path)
-        for other, name in ((self.file_path, "the cache"), (self.output_path, "--output")):
-            if other is not None and other.resolve() == self.save_path.resolve():
-                raise UsageError(f"--save and {name} are the same file, `{other}`")
+        check_cache_file(self.file_path)
+        self.check_output()
+        _check_suffix(self.save_path)
+        if self.file_path.resolve() == self.save_path.resolve():
+            raise UsageError(f"--save would write over the cache `{self.file}`")
         return self.file_path, self.save_path
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {"--save": self.save_path, **super().outputs()}
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
@@ -142,7 +142,8 @@ def export(
         )
         return asked.run(watcher)
     path = expand(str(save))
-    _check_save(path)
+    check_writable(path, "--save")
+    _check_suffix(path)
     return write_exported(cache, path, watcher, model=model, tokenizer=tokenizer, dtype=dtype)
 
 
@@ -178,9 +179,8 @@ def write_exported(
     )
 
 
-def _check_save(path: Path) -> None:
-    """Refuse a file that cannot be written, or that an engine would not look at."""
-    check_writable(path, "--save")
+def _check_suffix(path: Path) -> None:
+    """Refuse a file that an engine would not look at."""
     if path.suffix != SUFFIX:
         raise UsageError(f"--save must end in {SUFFIX}, got `{path.name}`", hint=_USAGE)
 

@@ -144,7 +144,7 @@ def prepare_generation(
     """
     check_transformers()
     _check_processes(settings)
-    settings.check_paths()
+    settings.check_output()
     settings.source().check(config_only=settings.dry_run)
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
     request = _request(settings, plan, watcher)

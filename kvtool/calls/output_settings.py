@@ -8,6 +8,8 @@ from typing import Literal
 
 from kvtool.documents.files import check_writable, expand
 from kvtool.documents.settings import flag
+from kvtool.errors import UsageError
+from kvtool.extras import require
 
 Format = Literal["text", "json", "yaml"]
 _SUFFIXES: dict[str, Format] = {
@@ -16,6 +18,8 @@ _SUFFIXES: dict[str, Format] = {
     ".yml": "yaml",
     ".txt": "text",
 }
+
+PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +43,24 @@ class OutputSettings:
         """The file to write, or None for stdout."""
         return None if self.output in (None, "-") else expand(self.output)
 
+    def outputs(self) -> dict[str, Path | None]:
+        """Return the files to write, by their options."""
+        return {"--output": self.output_path}
+
     def check_output(self) -> None:
-        """Refuse an output file that could not be written at the end."""
-        if self.output_path is not None:
-            check_writable(self.output_path, "--output")
+        """Refuse files that could not be written at the end, and two that are the same."""
+        seen: dict[Path, str] = {}
+        for option, path in self.outputs().items():
+            if path is None:
+                continue
+            if path in seen:
+                raise UsageError(f"{seen[path]} and {option} both write `{path}`")
+            seen[path] = option
+            check_writable(path, option)
+            if option == "--plot":
+                if path.suffix.lower() not in PICTURES:
+                    raise UsageError(f"--plot must end in {', '.join(PICTURES)}, got `{path}`")
+                require("plots", needed_by="--plot")
 
     def choose_format(self, otherwise: Format) -> Format:
         """Return the format asked for by name or by suffix."""

@@ -13,7 +13,7 @@ from kvtool.documents.settings import Dtype, flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.grammar import parse_policy
-from kvtool.sizes import Budget, parse_count, parse_memory
+from kvtool.sizes import Budget, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
@@ -83,6 +83,9 @@ class PlanSettings(ModelSettings):
     def plot_path(self) -> Path | None:
         """The picture to draw."""
         return None if self.plot is None else expand(self.plot)
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs(), "--plot": self.plot_path}
 
     @property
     def device_memory(self) -> int | None:
@@ -155,11 +158,3 @@ def policy_to_plan(settings: PlanSettings) -> Policy | None:
             hint="leave it out; --bytes SIZE asks whether it fits",
         )
     return policy
-
-
-def positive(text: str | int, flag: str) -> int:
-    """Read a number of tokens, 1 or more."""
-    count = parse_count(text)
-    if count < 1:
-        raise UsageError(f"{flag} must be 1 or more, got {text}")
-    return count

@@ -62,6 +62,9 @@ class ProfileSettings(DeviceSettings):
         """The picture to write."""
         return None if self.plot is None else expand(self.plot)
 
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs(), "--output (heads)": self.heads_path, "--plot": self.plot_path}
+
     @property
     def heads_path(self) -> Path | None:
         """The file of numbers per head, beside the profile; None where that is piped."""

@@ -83,7 +83,7 @@ def prepare_prompts(
     """
     if settings.loaded is None:
         check_alone("generate")
-    settings.check_paths()
+    settings.check_output()
     settings.source().check()
     asked = settings.prompts or []
     prompts = read_prompts(asked, keep_bad=settings.skip_bad) if isinstance(asked, str) else asked

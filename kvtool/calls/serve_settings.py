@@ -7,11 +7,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.calls.base_settings import at_least, check_cache_file
 from kvtool.calls.settings import CachedSettings
-from kvtool.documents.files import check_name, expand
+from kvtool.documents.files import expand
 from kvtool.documents.settings import flag
 from kvtool.errors import UsageError
-from kvtool.sizes import DEFAULT_NEW_TOKENS, Budget, parse_count, parse_memory
+from kvtool.sizes import DEFAULT_NEW_TOKENS, parse_memory
 
 API_KEY = "KVTOOL_API_KEY"
 """The environment's variable that holds a key, so that no list of processes shows it."""
@@ -62,9 +63,7 @@ class ServeSettings(CachedSettings):
     @property
     def new_tokens(self) -> int:
         """Tokens of an answer at most, where a request does not say."""
-        if self.max_new_tokens is None:
-            return DEFAULT_NEW_TOKENS
-        return parse_count(self.max_new_tokens)
+        return at_least(1, self.max_new_tokens or DEFAULT_NEW_TOKENS, "--max-new-tokens")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -74,7 +73,8 @@ class ServeSettings(CachedSettings):
     @property
     def longest(self) -> int | None:
         """The tokens of a prompt at most, where that is said."""
-        return None if self.longest_prompt is None else parse_count(self.longest_prompt)
+        given = self.longest_prompt
+        return None if given is None else at_least(1, given, "--longest-prompt")
 
     @property
     def key(self) -> str | None:
@@ -95,21 +95,11 @@ class ServeSettings(CachedSettings):
             return self.host == "localhost"
 
     def check(self) -> None:
-        if self.new_tokens < 1:
-            raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.longest is not None and self.longest < 1:
-            raise UsageError(f"--longest-prompt must be 1 or more, got {self.longest_prompt}")
-        if self.memory_bytes == 0:
-            raise UsageError("--memory must hold something, got 0")
-        if self.budget is not None and Budget.parse(self.budget).share is not None:
-            raise UsageError(
-                f"-b {self.budget} goes with one prompt; a server takes tokens or bytes"
-            )
+        _ = self.new_tokens, self.longest, self.memory_bytes
+        self.check_no_share()
         if self.tensor_parallel:
             raise UsageError("--tensor-parallel is not for serve, which is one process")
         if not (self.key or "x").isascii() or any(c.isspace() for c in self.key or ""):
             raise UsageError("an API key is ASCII without spaces")
         for path in self.cache_paths:
-            check_name(path, "--cache")
-            if not path.is_file():
-                raise UsageError(f"cache file `{path}` does not exist")
+            check_cache_file(path)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.base_settings import MEMORY_HELP, RecipeSettings
-from kvtool.documents.files import check_name, check_prompt, check_writable, expand
+from kvtool.calls.base_settings import MEMORY_HELP, RecipeSettings, at_least, check_cache_file
+from kvtool.documents.files import check_prompt, expand
 from kvtool.documents.settings import Template, flag
 from kvtool.engines.vllm.format import exported_path
 from kvtool.errors import UsageError, quote
@@ -17,7 +17,6 @@ from kvtool.sizes import (
     DEFAULT_TOKENS,
     Budget,
     check_temperature,
-    parse_count,
     parse_memory,
 )
 
@@ -59,8 +58,19 @@ class CachedSettings(RecipeSettings):
         after="budget",
     )
 
+    @property
+    def size(self) -> Budget | None:
+        """The budget that is given."""
+        return None if self.budget is None else Budget.parse(self.budget)
+
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
+
+    def check_no_share(self) -> None:
+        """Refuse a share of the memory as the budget of many prompts, which share one anyway."""
+        if self.size is not None and self.size.share is not None:
+            hint = "-b in tokens or bytes, or a share of each prompt"
+            raise UsageError(f"-b {self.budget} goes with one prompt", hint=hint)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,17 +121,16 @@ class PromptSettings(CachedSettings):
         names = ("system", "chat_template", "seed", "save", "show")
         return {name: getattr(self, name) for name in names}
 
-    def check_output(self) -> None:
-        """Refuse an output file that could not be written at the end, or that is the cache's."""
-        super().check_output()
-        for option, path in (("--save", self.save), ("--show", self.show)):
-            if path is not None and path != "-" and expand(path) == self.output_path:
-                raise UsageError(f"{option} and --output both write `{self.output_path}`")
+    def outputs(self) -> dict[str, Path | None]:
+        return {"--save": self.save_path, "--show": self.show_path, **super().outputs()}
 
     def check(self) -> None:
-        self._check_show()
-        size = None if self.budget is None else Budget.parse(self.budget)
-        self.check_memory(used=size is not None and size.share is not None)
+        if self.show_path is not None and self.show_path.suffix.lower() not in (".html", ".htm"):
+            raise UsageError(
+                f"--show writes a page or, with -, to the terminal, got {quote(self.show)}",
+                hint="--show kept.html",
+            )
+        self.check_memory(used=self.size is not None and self.size.share is not None)
         if self.system is None:
             return
         check_prompt(self.system, "--system")
@@ -129,23 +138,6 @@ class PromptSettings(CachedSettings):
             raise UsageError("--system goes into the chat template, and --chat-template is off")
         if self.continues:
             raise UsageError("--system goes before everything, and --cache holds a text already")
-
-    def _check_show(self) -> None:
-        if self.show_path is None:
-            return
-        if self.show_path.suffix.lower() not in (".html", ".htm"):
-            raise UsageError(
-                f"--show writes a page or, with -, to the terminal, got {quote(self.show)}",
-                hint="--show kept.html",
-            )
-        if self.show_path == self.save_path:
-            raise UsageError(f"--save and --show both write `{self.show_path}`")
-
-    def check_paths(self) -> None:
-        """Refuse files that could not be written at the end."""
-        for path, option in ((self.save_path, "--save"), (self.show_path, "--show")):
-            if path is not None:
-                check_writable(path, option)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,23 +169,18 @@ class CompressionSettings(PromptSettings):
     @property
     def new_tokens(self) -> int:
         """How many tokens may follow the prompt; 0 where no caller has said so."""
-        return 0 if self.max_new_tokens is None else parse_count(self.max_new_tokens)
+        return at_least(0, self.max_new_tokens or 0, "--max-new-tokens")
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs(), "--export-vllm": self.export_path}
 
     def check(self) -> None:
         super().check()
-        if self.new_tokens < 0:
-            raise UsageError(f"--max-new-tokens must be 0 or more, got {self.max_new_tokens}")
+        _ = self.new_tokens
         if self.export_vllm is not None and self.save is None:
             raise UsageError(
                 "--export-vllm names its file after the cache", hint="--save book.kv.safetensors"
             )
-
-    def check_paths(self) -> None:
-        super().check_paths()
-        if self.export_path is not None:
-            check_writable(self.export_path, "--export-vllm")
-            if self.save_path is not None and self.export_path == self.save_path:
-                raise UsageError(f"--save and --export-vllm both write `{self.save_path}`")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,7 +278,7 @@ class GenerationSettings(PromptSettings):
         """How many tokens to generate at most."""
         if self.max_new_tokens is None:
             return _NEEDLE_ANSWER_TOKENS if self.wants_needle else DEFAULT_NEW_TOKENS
-        return parse_count(self.max_new_tokens)
+        return at_least(1, self.max_new_tokens, "--max-new-tokens")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -311,20 +298,13 @@ class GenerationSettings(PromptSettings):
 
     def check(self) -> None:
         super().check()
-        if self.new_tokens < 1:
-            raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
+        _ = self.new_tokens, self.memory_bytes
         if self.temperature is not None:
             check_temperature(self.temperature, "--temperature")
         if "" in self.stop:
             raise UsageError("--stop is empty, and every text holds that", hint="--stop TEXT")
         if self.cache_path is not None:
-            check_name(self.cache_path, "--cache")
-            if self.cache_path.is_dir():
-                raise UsageError(
-                    f"cache file `{self.cache}` is a folder", hint="give the file in it"
-                )
-            if not self.cache_path.is_file():
-                raise UsageError(f"cache file `{self.cache}` does not exist")
+            check_cache_file(self.cache_path)
         if self.prompts is not None:
             self._check_prompts()
         elif None not in (self.turns, self.prompt, self.prompt_file):
@@ -336,13 +316,7 @@ class GenerationSettings(PromptSettings):
 
     def _check_prompts(self) -> None:
         names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
-        if self.budget is not None and Budget.parse(self.budget).share is not None:
-            raise UsageError(
-                f"-b {self.budget} goes with one prompt; --prompts share --memory",
-                hint="-b in tokens or a share of each prompt",
-            )
+        self.check_no_share()
         for name in (*names, "compile", "tensor_parallel"):
             if getattr(self, name) not in (None, False):
                 raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")
-        if self.memory_bytes == 0:
-            raise UsageError("--memory must hold something, got 0")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 def compress(options: CompressionSettings, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     check_alone("compress")
-    options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     watcher = TerminalWatcher(terminal)

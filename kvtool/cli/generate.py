@@ -131,7 +131,6 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
 
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
-    options.check_output()
     policies = listed_policies(options.policy)
     if options.prompts is not None:
         _answer_many(options, terminal)
