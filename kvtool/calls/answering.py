@@ -184,11 +184,11 @@ def line_up(
         tokens, new = ids.shape[1], asked.max_new_tokens or settings.new_tokens
         if index in answered:
             ended = bool(settings.stop) or early or answered[index].token_ids[-1] in ends
-            _check_answer(answered[index], asked, tokens, new, ended=ended)
             now = answer_fingerprint(shared or {}, settings, index, ids, new)
-            differs = difference(answered[index].fingerprint, now)
-            if differs is not None:
-                message = f"the answer to prompt {index} that is there {differs}"
+            why = _why_not(answered[index], asked, tokens, new, ended=ended)
+            why = why or difference(answered[index].fingerprint, now)
+            if why:
+                message = f"the answer to prompt {index} that is there {why}"
                 raise UsageError(message, hint=WAYS_OUT)
             continue
         if (tokens, new) not in sizes:
@@ -230,19 +230,16 @@ def _prompt_ids(
     return encode(loaded, text, first=True, source=source)
 
 
-def _check_answer(
-    there: AnswerLine, asked: PromptEntry, tokens: int, new: int, *, ended: bool
-) -> None:
-    """Refuse an answer that is there and cannot be one to a prompt.
+def _why_not(there: AnswerLine, asked: PromptEntry, tokens: int, new: int, *, ended: bool) -> str:
+    """Say why an answer that is there cannot be one to a prompt; empty: it can.
 
     Args:
         tokens: of the prompt.
         new: of its answer at most.
         ended: whether the answer may have ended before it had them.
     """
-    message = f"the answer to prompt {there.index} that is there "
     if (there.id, there.prompt_tokens) != (asked.id, tokens):
-        raise UsageError(f"{message}is one to another prompt", hint=WAYS_OUT)
+        return "is one to another prompt"
     if there.new_tokens > new or (there.new_tokens < new and not ended):
-        message += f"has {there.new_tokens} tokens, and {new} are asked for"
-        raise UsageError(message, hint=WAYS_OUT)
+        return f"has {there.new_tokens} tokens, and {new} are asked for"
+    return ""

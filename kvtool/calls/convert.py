@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.documents.files import check_name, expand
+from kvtool.documents.files import check_writable, expand
 from kvtool.documents.settings import Dtype, flag
 from kvtool.errors import UsageError
 from kvtool.models.convert import convert, find_file
@@ -45,16 +45,9 @@ class ConvertSettings:
             missing = "file" if self.file is None else "folder"
             raise UsageError(f"no {missing} is given", hint=_USAGE)
         folder = expand(self.folder)
-        check_name(folder, "FOLDER")
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"`{folder}` is a file, not a folder")
-        if folder.is_dir() and os.listdir(folder):
-            raise UsageError(f"folder `{folder}` is not empty", hint="give a new folder")
-        parent = folder.absolute().parent
-        if not parent.is_dir():
-            raise UsageError(f"folder `{parent}` does not exist", hint=f"mkdir -p {parent}")
-        if not os.access(parent, os.W_OK):
-            raise UsageError(f"folder `{parent}` is not writable")
+        if folder.exists() and not (folder.is_dir() and not os.listdir(folder)):
+            raise UsageError(f"`{folder}` is no empty folder", hint="give a new folder")
+        check_writable(folder.absolute() / "config.json" if folder.exists() else folder, "FOLDER")
         find_file(self.file)
         return self.file, folder
 

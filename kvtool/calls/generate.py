@@ -155,10 +155,13 @@ def prepare_generation(
 def _read_turns(settings: GenerationSettings, given: str | Turns) -> Turns:
     """Return the turns that are given or that `--turns` names, fit for the other settings."""
     turns = read_turns(given) if isinstance(given, str) else given
-    if turns.system is not None and settings.system is not None:
-        raise UsageError("--system and --turns both give a system message; keep one")
-    if turns.system is not None and (settings.cache is not None or settings.template == "off"):
-        why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
+    others = {
+        "--system gives one, too": settings.system is not None,
+        "--cache holds a text": settings.cache is not None,
+        "--chat-template is off": settings.template == "off",
+    }
+    why = next((why for why, given in others.items() if given), None)
+    if turns.system is not None and why is not None:
         raise UsageError(f"--turns gives a system message, and {why}")
     before = (settings.cache, settings.prompt, settings.prompt_file)
     if not turns.turns[0].text and all(each is None for each in before):
@@ -176,14 +179,10 @@ def _check_processes(settings: GenerationSettings) -> None:
     if not settings.tensor_parallel:
         if settings.loaded is None:
             check_alone("generate")
-    elif settings.show is not None:
-        raise UsageError("--tensor-parallel excludes --show: each process has its own heads")
-    elif settings.save is not None or settings.cache is not None:
-        flag = "--save" if settings.save is not None else "--cache"
-        raise UsageError(
-            f"--tensor-parallel excludes {flag}: a cache file holds all KV heads, and each process "
-            "has its own"
-        )
+        return
+    for name in ("show", "save", "cache"):
+        if getattr(settings, name) is not None:
+            raise UsageError(f"--tensor-parallel excludes --{name}: each process has its own heads")
 
 
 def _request(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:

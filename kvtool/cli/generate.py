@@ -28,12 +28,14 @@ if TYPE_CHECKING:
 def _answer_many(options: GenerationSettings, terminal: Terminal) -> None:
     """Answer the prompts of a file: in order on stdout, or as they end into a file."""
     form = options.choose_format("text")
-    if form == "yaml" and not options.dry_run:
-        raise UsageError("--prompts writes text or lines of JSON, got --format yaml")
-    if options.stream is not None:
-        raise UsageError("--prompts and --stream exclude each other: answers come in whole")
-    if listed_policies(options.policy):
-        raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
+    excluded = {
+        "--format yaml": form == "yaml" and not options.dry_run,
+        "--stream": options.stream is not None,
+        "several policies": bool(listed_policies(options.policy)),
+    }
+    for what, given in excluded.items():
+        if given:
+            raise UsageError(f"--prompts and {what} exclude each other")
     resolved = _resolved(options, terminal)
     from kvtool.calls.prompts import prepare_prompts
 

@@ -134,9 +134,9 @@ def test_policies_whose_rows_cannot_join_run_one_by_one_and_it_is_said(kvtool, p
         (("--turns", "prompts.jsonl"), "--prompts and --turns exclude each other"),
         (("--save", "a.safetensors"), "--prompts and --save exclude each other"),
         (("--compare-full",), "--prompts and --compare-full exclude each other"),
-        (("-p", "h2o,tova"), "--prompts takes one policy, got `h2o,tova`"),
+        (("-p", "h2o,tova"), "--prompts and several policies exclude each other"),
         (("--stream",), "--prompts and --stream exclude each other"),
-        (("-f", "yaml"), "--prompts writes text or lines of JSON"),
+        (("-f", "yaml"), "--prompts and --format yaml exclude each other"),
     ],
 )
 def test_what_does_not_go_with_many_prompts_is_refused(kvtool, prompts, arguments, told):
