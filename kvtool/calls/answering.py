@@ -231,13 +231,7 @@ def _prompt_ids(
 
 
 def _why_not(there: AnswerLine, asked: PromptEntry, tokens: int, new: int, *, ended: bool) -> str:
-    """Say why an answer that is there cannot be one to a prompt; empty: it can.
-
-    Args:
-        tokens: of the prompt.
-        new: of its answer at most.
-        ended: whether the answer may have ended before it had them.
-    """
+    """Say why an answer that is there cannot be one to a prompt; empty: it can."""
     if (there.id, there.prompt_tokens) != (asked.id, tokens):
         return "is one to another prompt"
     if there.new_tokens > new or (there.new_tokens < new and not ended):

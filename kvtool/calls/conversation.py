@@ -373,12 +373,7 @@ def _shorten(text: str) -> str:
 def _plan_in_use(
     request: Request, loaded: Loaded, tokens: int, new: int, watcher: Watcher
 ) -> PlanSection | None:
-    """Return what is taken from the plan for a prompt; say where more is held than it says.
-
-    Args:
-        tokens: of the prompt.
-        new: tokens that are generated at most.
-    """
+    """Return what is taken from the plan for a prompt; say where more is held than it says."""
     plan, policy, text = request.plan, request.policy, Text(tokens, new)
     if plan is None or not policy.takes_budget:
         return None
@@ -399,12 +394,7 @@ def _document(
     plan: PlanSection | None,
     read: Sequence[Compressed] = (),
 ) -> GenerationDocument:
-    """Put answers into a document.
-
-    Args:
-        held: what the cache holds at the end.
-        read: what was read beside the answers: the prompt, and turns whose answers were given.
-    """
+    """Put answers into a document."""
     compiled = [each.compiled for each in answers if each.compiled is not None]
     return GenerationDocument(
         model=loaded.name,

@@ -187,17 +187,7 @@ def _compared(
     gates: list[Gate],
     command: str,
 ) -> Comparison:
-    """Return what is compared, by a recipe or plan and the settings over it.
-
-    Args:
-        source: a recipe or a plan, None for neither.
-        data: of tasks by name.
-        gates: those that settings name by task.
-        command: as typed, for errors.
-
-    Raises:
-        DocumentError, UsageError: every mistake that shows without the model.
-    """
+    """Return what is compared, by a recipe or plan and the settings over it."""
     flags = flags_of(settings)
     flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
     for name, value in (("policy", policies), ("budget", budgets)):

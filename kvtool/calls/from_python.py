@@ -183,7 +183,12 @@ def _recipe(recipe: Any) -> Any:
     return None if recipe is None else document_of(recipe, "a plan or recipe")
 
 
+def _memory(memory: Any) -> Any:
+    return f"{memory}B" if isinstance(memory, int) else memory
+
+
 _READ: dict[str, Callable[[Any], Any]] = {
+    "memory": _memory,
     "dtype": spell_dtype,
     "policy": read_policy,
     "budget": _budget,

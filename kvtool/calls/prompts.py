@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.from_python import UNSAID, Unsaid, check_keywords, from_python
+from kvtool.calls.from_python import UNSAID, Unsaid, from_python
 from kvtool.calls.request import Request, choose_policy, configuration, read_prefill
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.answers import AnswerLine
 from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
-from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
@@ -100,17 +99,8 @@ def generate_many(
     budget: Budget | str | int | float | None = None,
     *,
     tokenizer: Any = None,
-    memory: str | int | None = None,
-    max_new_tokens: int | str | None = None,
-    plan: PlanDocument | Mapping[str, Any] | str | Path | None = None,
-    prefill: str | None = None,
-    system: str | None = None,
-    temperature: float | None = None,
-    seed: int | None = None,
-    stop: str | Sequence[str] = (),
-    skip_bad: bool = False,
     watcher: Watcher | None = None,
-    **model_settings: Any,
+    **settings: Any,
 ) -> list[AnswerLine]:
     """Answer many prompts, as many at a time as a memory holds.
 
@@ -128,31 +118,11 @@ def generate_many(
         UsageError: settings that are wrong or do not go together.
         KvtoolError: a model that cannot be used, a prompt that does not fit the memory.
     """
-    if isinstance(prompts, (str, Path)):
-        given: str | list[PromptEntry] = str(prompts)
-    else:
-        given = make_prompts(list(prompts), keep_bad=skip_bad)
-    check_keywords("generate", model_settings, MODEL_SETTINGS)
-    settings = from_python(
-        GenerationSettings,
-        "generate",
-        model,
-        tokenizer,
-        plan=plan,
-        prompts=given,
-        memory=f"{memory}B" if isinstance(memory, int) else memory,
-        policy=policy,
-        budget=budget,
-        system=system,
-        prefill=prefill,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop=stop,
-        skip_bad=skip_bad,
-        **model_settings,
-    )
+    if not isinstance(prompts, (str, Path)):
+        prompts = make_prompts(list(prompts), keep_bad=settings.get("skip_bad", False))
+    settings |= {"prompts": prompts, "policy": policy, "budget": budget}
+    asked = from_python(GenerationSettings, "generate", model, tokenizer, **settings)
     watcher = Watcher() if watcher is None else watcher
-    resolved = resolve_settings(settings, "kvtool generate")
+    resolved = resolve_settings(asked, "kvtool generate")
     answers = prepare_prompts(*resolved, watcher).run(watcher, {})
     return sorted(answers, key=lambda answer: answer.index)

@@ -68,11 +68,7 @@ class LoadedServer:
             answers.stop()
 
     def _room(self, offers: list[Offer], watcher: Watcher) -> tuple[int | None, int | None]:
-        """Return how many bytes requests and conversations may take, and how many requests.
-
-        Raises:
-            UsageError: the texts that conversations start from take all of the memory.
-        """
+        """Return how many bytes requests and conversations may take, and how many requests."""
         settings = self.settings
         books = {id(offer.base): offer.base_bytes for offer in offers if offer.base is not None}
         held = sum(books.values())
@@ -144,11 +140,7 @@ class LoadedServer:
         )
 
     def _choose(self, offer: Offer, choice: Choice) -> Offer:
-        """Return an offer of the policy and budget that a request chooses.
-
-        Raises:
-            UsageError: they are not allowed, or make no sense.
-        """
+        """Return an offer of the policy and budget that a request chooses."""
         if offer.base is not None:
             raise UsageError(f"`{offer.name}` goes on by the policy that its text was read with")
         policy = self.request.policy

@@ -77,11 +77,7 @@ class EvalWatcher(TerminalWatcher):
 
 
 def _check_pictures(options: EvalSettings, wanted: Sequence[str] | None) -> tuple[str, ...] | None:
-    """Return the formats of pictures, None for the default.
-
-    Raises:
-        UsageError: pictures are asked for and cannot be drawn.
-    """
+    """Return the formats of pictures, None for the default."""
     if options.plots is False:
         return ()
     if options.plots or wanted:
@@ -92,11 +88,7 @@ def _check_pictures(options: EvalSettings, wanted: Sequence[str] | None) -> tupl
 
 
 def _exit_with(results: ResultsDocument) -> None:
-    """End with the code that says what went wrong, if something did.
-
-    Raises:
-        KvtoolError: measurements are missing.
-    """
+    """End with the code that says what went wrong, if something did."""
     if not results.complete:
         raise KvtoolError(
             "the run is not complete: samples are missing in its folder",

@@ -143,11 +143,7 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
 
 
 def _of_one_prompt(options: GenerationSettings) -> GenerationSettings:
-    """Return options in which `--memory` is that of the device.
-
-    Raises:
-        UsageError: both are given, or what is for many prompts.
-    """
+    """Return options in which `--memory` is that of the device."""
     for name in ("skip_bad", "overwrite"):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"

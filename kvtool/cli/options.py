@@ -55,11 +55,7 @@ class OneOfEach(PlainParameters, TyperCommand):
 def _fitting(
     values: dict[str, Any], environment: Sequence[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return values without those of the environment that others make void, and the names left.
-
-    A saved cache has its policy and budget, a profile its model, a run to score all of them. A
-    budget needs a policy, and one device excludes a map of several.
-    """
+    """Return values without those of the environment that others make void, and the names left."""
     void: set[str] = set()
     if values.get("rescore"):
         void.update(environment)

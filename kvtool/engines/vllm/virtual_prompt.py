@@ -225,11 +225,7 @@ class _Held:
 
 
 def _read_layers(cache: KVCache) -> dict[int, _Held]:
-    """Read all layers, by index.
-
-    Raises:
-        UsageError: the heads of a layer hold different counts.
-    """
+    """Read all layers, by index."""
     return {layer.index: _read_layer(layer, cache.policy) for layer in cache.slot_layers}
 
 
@@ -247,11 +243,7 @@ def _read_layer(layer: SlotLayer, policy: Policy) -> _Held:
 
 
 def _count_slots(cache: KVCache, layers: dict[int, _Held]) -> int:
-    """Return how many slots the file has.
-
-    Raises:
-        UsageError: layers hold different counts, more than that in a window, or too few.
-    """
+    """Return how many slots the file has."""
     free = [held.count for held in layers.values() if held.free]
     windows = [held.count for held in layers.values() if not held.free]
     slots = max(free or windows)
