@@ -185,8 +185,9 @@ def line_up(
         if index in answered:
             ended = bool(settings.stop) or early or answered[index].token_ids[-1] in ends
             now = answer_fingerprint(shared or {}, settings, index, ids, new)
-            why = _why_not(answered[index], asked, tokens, new, ended=ended)
-            why = why or difference(answered[index].fingerprint, now)
+            there = answered[index]
+            why = _why_not(there, asked, tokens, new, ended=ended)
+            why = why or difference(there.fingerprint, now) or ""
             if why:
                 message = f"the answer to prompt {index} that is there {why}"
                 raise UsageError(message, hint=WAYS_OUT)

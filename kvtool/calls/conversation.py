@@ -400,7 +400,8 @@ def _document(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
-        prompt_tokens=sum(each.prompt_tokens for each in (*answers, *read)),
+        prompt_tokens=sum(each.prompt_tokens for each in answers)
+        + sum(each.prompt_tokens for each in read),
         new_tokens=sum(each.new_tokens for each in answers),
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],

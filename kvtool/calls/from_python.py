@@ -106,7 +106,7 @@ def from_python(
     return kind(model=source.name, loaded=source.loaded, **checked(kind, values))
 
 
-def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def checked(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as a command would have them, each of the type that it is declared with.
 
     Raises:
@@ -117,10 +117,11 @@ def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     from kvtool.documents.source import first_mistake
 
     values = {name: _READ.get(name, _plain)(value) for name, value in given.items()}
-    for each in settings_of(kind):
+    for each in settings_of(settings):
         if each.name in values:
             bounds = Field(ge=each.flag.min, le=each.flag.max)
-            adapter = TypeAdapter(Annotated[each.type, bounds], config=ConfigDict(strict=True))
+            kind: Any = Annotated[each.type, bounds]
+            adapter = TypeAdapter[Any](kind, config=ConfigDict(strict=True))
             try:
                 adapter.validate_python(values[each.name])
             except ValidationError as error:

@@ -36,7 +36,7 @@ class PlainArgument(_PlainValues, TyperArgument):
     """An argument whose plain values are taken as they are."""
 
 
-_PLAIN: dict[type, type] = {TyperOption: PlainOption, TyperArgument: PlainArgument}
+_PLAIN: dict[type, Any] = {TyperOption: PlainOption, TyperArgument: PlainArgument}
 
 
 class PlainParameters:
