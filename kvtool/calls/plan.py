@@ -21,12 +21,11 @@ from kvtool.calls.from_python import (
     takes,
 )
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
-from kvtool.documents.budget_curves import BudgetCurves, read_curves
 from kvtool.errors import UsageError, quote
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.split_facts import default_allocator
+from kvtool.planning.split_facts import BudgetCurves, default_allocator, read_curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.policies.allocate.uniform import Curves
 from kvtool.sizes import MOST_TOKENS, Budget, parse_count

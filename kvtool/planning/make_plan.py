@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.budget_curves import BudgetCurves
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import (
     Amount,
@@ -38,7 +37,7 @@ from kvtool.planning.rocketkv_stages import (
     split_of,
 )
 from kvtool.planning.search import largest_that_fits, least_allowed
-from kvtool.planning.split_facts import by_heads, evidence, length_scale, loss_note
+from kvtool.planning.split_facts import BudgetCurves, by_heads, evidence, length_scale, loss_note
 from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem

@@ -1,8 +1,9 @@
-"""Scores against the bytes that a cache holds, where evicting and reading compare."""
+"""Scores as lines over the bytes that a cache holds, and over the budget."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
@@ -11,6 +12,7 @@ from kvtool.report.metrics import headline
 from kvtool.report.panels import (
     FRONT,
     FULL_LINE,
+    Look,
     add_legend,
     covered,
     dodge,
@@ -25,10 +27,13 @@ from kvtool.report.panels import (
 )
 from kvtool.report.variants import (
     FULL,
+    Family,
+    budget_size,
     families,
     fed_like_full,
     results_of,
     task_names,
+    wrap,
 )
 
 if TYPE_CHECKING:
@@ -36,9 +41,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _NEAR = 1.06  # bytes that differ less are set side by side
-_STEP = 1.035  # as a factor, at least
+_STEP_OF_BYTES = 1.035  # as a factor, at least
 _APART = 0.016  # of the axis
 _MOST_TICKS = 5
+_STEP = 1.07  # from one policy to the next, as a factor
+_TAKEN = 0.6  # of the space between two budgets, at most
+_UNITS = {
+    "tokens": "budget (tokens)",
+    "ratio": "budget (share of the prompt)",
+    "bytes": "budget (bytes)",
+}
 
 
 @dataclass(frozen=True)
@@ -97,7 +109,7 @@ def held_figure(document: ResultsDocument) -> Figure:
     for panel, task in zip(panels, tasks, strict=True):
         results = results_of(document, task)
         points = held_points(document, task)
-        _draw(panel, document, points, results[0])
+        _draw_bytes(panel, document, points, results[0])
         score_axis(panel, results)
         panel.set_title(task)
         panel.set_ylabel(headline(results[0]))
@@ -113,12 +125,12 @@ def _of_what(results: list[TaskResult]) -> str:
     return f"{'filled slots' if filled else 'buffers'} and policy state{aside}"
 
 
-def _draw(
+def _draw_bytes(
     panel: Axes, document: ResultsDocument, points: list[HeldPoint], some: TaskResult
 ) -> None:
     panel.set_xscale("log", base=2)
     held = [point.bytes for point in points]
-    step = max(_STEP, (max(held) / min(held)) ** _APART)
+    step = max(_STEP_OF_BYTES, (max(held) / min(held)) ** _APART)
     moved = dodge(held, near=_NEAR, step=step)
     x = {point.variant.name: place for point, place in zip(points, moved, strict=True)}
     _draw_front(panel, front_of(points, lower_is_better=some.lower_is_better), x)
@@ -129,7 +141,7 @@ def _draw(
         for family in families(document)
     ]
     drawn = [(family, found) for family, found in drawn if found]
-    place = _places(points)
+    place = _near_places(points)
     pieces = covered(
         [{place[each.variant.name]: each.value for each in found} for _, found in drawn],
         [look[family.label].colour for family, _ in drawn],
@@ -167,7 +179,7 @@ def _draw_front(panel: Axes, front: list[HeldPoint], x: dict[str, float]) -> Non
     )
 
 
-def _places(points: list[HeldPoint]) -> dict[str, float]:
+def _near_places(points: list[HeldPoint]) -> dict[str, float]:
     """Return where the line of each variant is compared with others: at nearly equal bytes."""
     groups = neighbours([point.bytes for point in points], near=_NEAR)
     return {points[i].variant.name: points[group[0]].bytes for group in groups for i in group}
@@ -183,3 +195,161 @@ def _bytes_axis(panel: Axes, places: list[float]) -> None:
     panel.set_xticks(shown, [formats.size(int(power)).replace(".0 ", "\n") for power in shown])
     panel.minorticks_off()
     panel.grid(axis="both")
+
+
+def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
+    """Return the tasks and units of budgets for which scores against budgets can be drawn."""
+    units = {
+        budget_size(variant.budget)[0]
+        for variant in document.variants
+        if variant.budget is not None
+    }
+    return [
+        (task, unit)
+        for task in task_names(document)
+        for unit in _UNITS
+        if unit in units and any(r.value is not None for r in results_of(document, task))
+    ]
+
+
+def budget_figure(document: ResultsDocument) -> Figure:
+    """Return a panel per task: a line per policy over its budgets, whiskers 95 % intervals."""
+    wanted = budget_panels(document)
+    look = looks(document)
+    figure, panels = new_panels(len(wanted))
+    for panel, (task, unit) in zip(panels, wanted, strict=True):
+        results = {result.variant: result for result in results_of(document, task)}
+        places, ticks = _places(document, unit)
+        found = families(document)
+        lines = [_line(family, results, unit) for family in found]
+        colours = [look[family.label].colour for family in found]
+        pieces = covered(lines, colours)
+        for family, line, hidden, colour in zip(found, lines, pieces, colours, strict=True):
+            named = dict(_sizes(family, unit))
+            place = {size: (places[named[size]], y) for size, y in line.items() if y is not None}
+            widen_covered(panel, place, hidden, colour)
+            _budget_line(panel, document, family, look[family.label], results, places)
+        _whole_lines(panel, found, look, results)
+        sample = next(iter(results.values()))
+        _budget_axis(panel, ticks, _budgets(document, unit), unit)
+        score_axis(panel, list(results.values()))
+        panel.set_title(task)
+        panel.set_ylabel(headline(sample))
+    add_legend(figure, panels)
+    return figure
+
+
+def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dict[float, str]]:
+    """Return the x of each variant, and the ticks: budgets, or policies if there is one budget.
+
+    Policies of the same budget are drawn side by side.
+    """
+    swept, sizes = [], {}
+    for family in families(document):
+        for variant in family.variants:
+            if variant.budget is not None and (size := budget_size(variant.budget))[0] == unit:
+                swept.append((family, variant))
+                sizes[variant.name] = float(size[1])
+    ticks = sorted(set(sizes.values()))
+    if len(ticks) > 1:
+        closest = min(after / before for before, after in pairwise(ticks))
+        step = min(_STEP, closest ** (_TAKEN / len(sizes) * len(ticks)))
+        moved = dodge(list(sizes.values()), near=1.0, step=step)
+        places = dict(zip(sizes, moved, strict=True))
+        return places, {sizes[variant.name]: str(variant.budget) for _, variant in swept}
+    ranks = {variant.name: float(rank) for rank, (_, variant) in enumerate(swept)}
+    return ranks, {ranks[variant.name]: family.label for family, variant in swept}
+
+
+def _line(family: Family, results: dict[str, TaskResult], unit: str) -> dict[float, float | None]:
+    """Return a policy's scores by budget of this unit."""
+    return {size: results[name].value for size, name in _sizes(family, unit) if name in results}
+
+
+def _sizes(family: Family, unit: str) -> list[tuple[float, str]]:
+    """Return the budgets of this unit and the names of their variants."""
+    sized = [
+        (budget_size(variant.budget), variant.name)
+        for variant in family.variants
+        if variant.budget is not None
+    ]
+    return [(float(size), name) for (kind, size), name in sized if kind == unit]
+
+
+def _budget_line(
+    panel: Axes,
+    document: ResultsDocument,
+    family: Family,
+    look: Look,
+    results: dict[str, TaskResult],
+    places: dict[str, float],
+) -> None:
+    swept = [variant for variant in family.variants if variant.name in places]
+    if not swept:
+        return
+    found = [results.get(variant.name) for variant in swept]
+    draw_points(
+        panel,
+        [places[variant.name] for variant in swept],
+        [None if result is None else result.value for result in found],
+        [None if result is None else whisker(result) for result in found],
+        look,
+        family.long_label,
+        hollow=not all(fed_like_full(document, result) for result in found if result is not None),
+    )
+
+
+def _whole_lines(
+    panel: Axes, found: list[Family], look: dict[str, Look], results: dict[str, TaskResult]
+) -> None:
+    """Draw what has no budget across: the full cache, and it in fewer bits, each with its marker.
+
+    Markers are drawn beside each other, because such scores are often equal.
+    """
+    whole = [
+        (family, result.value)
+        for family in found
+        if family.variants[0].budget is None
+        and (result := results.get(family.variants[0].name)) is not None
+        and result.value is not None
+    ]
+    for rank, (family, value) in enumerate(whole):
+        if family.is_full:
+            panel.axhline(value, label=family.label, **FULL_LINE)
+            continue
+        own = look[family.label]
+        x = [i / (len(whole) + 1) for i in range(len(whole) + 2)]
+        panel.plot(
+            x,
+            [value] * len(x),
+            transform=panel.get_yaxis_transform(),
+            color=own.colour,
+            linestyle="-.",
+            linewidth=0.8,
+            marker=own.marker,
+            markevery=[rank + 1],
+            label=family.label,
+        )
+
+
+def _budgets(document: ResultsDocument, unit: str) -> list[str]:
+    found = dict.fromkeys(
+        variant.budget for variant in document.variants if variant.budget is not None
+    )
+    return [str(budget) for budget in found if budget_size(budget)[0] == unit]
+
+
+def _budget_axis(panel: Axes, ticks: dict[float, str], budgets: list[str], unit: str) -> None:
+    places = sorted(ticks)
+    labels = [ticks[place] for place in places]
+    if len(budgets) > 1:
+        panel.set_xscale("log", base=2)
+        panel.set_xlim(places[0] / 1.3, places[-1] * 1.3)
+        panel.set_xticks(places, labels)
+        panel.set_xlabel(_UNITS[unit])
+    else:
+        panel.set_xlim(-0.6, len(places) - 0.4)
+        panel.set_xticks(places, [wrap(label, 18) for label in labels], rotation=35, ha="right")
+        panel.set_xlabel(f"policy, budget {budgets[0]}")
+    panel.minorticks_off()
+    panel.grid(axis="y")
