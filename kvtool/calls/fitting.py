@@ -14,7 +14,6 @@ from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.placement import (
     device_memory,
-    free_memory,
     resolve_dtype,
     weight_bytes,
 )
@@ -130,19 +129,13 @@ def _run_of(
 
 def _memory_of(settings: DeviceSettings, run: Run) -> DeviceMemory:
     """Return the memory of the device that a call is for, and what its weights take of it."""
-    source = settings.source()
-    if source.loaded is not None:  # whose weights are in what is not free
-        place, free = free_memory(run.device)
-        free = settings.memory_there or free
-        return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
     return device_memory(
+        settings.source(),
         run.config,
         run.dtype,
         run.device,
-        source.where,
         spread=bool(settings.device_map or getattr(settings, "tensor_parallel", False)),
         bits=settings.quantize,
-        name=source.name,
         memory=settings.memory_there,
     )
 

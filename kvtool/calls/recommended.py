@@ -15,12 +15,12 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES
 from kvtool.models.folder import REFERENCE
+from kvtool.planning.recommend import Evidence, Recommendation, against_full
 from kvtool.report.words import score_in_words
 from kvtool.sizes import DEFAULT_NEW_TOKENS, bytes_in_words
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
-    from kvtool.planning.recommend import Evidence, Recommendation
     from kvtool.watcher import Watcher
 
 _RESULTS = "results.json"
@@ -98,7 +98,7 @@ def reasons(
         lines.append("evidence: everything fits, and no variant is better beyond the noise")
     else:
         tasks = ", ".join(
-            score_in_words(each.task, each.n, each.gain, each.low, each.high)
+            score_in_words(each.task, each.paired.n if each.paired else 0, *against_full(each))
             for each in evidence.tasks
         )
         stands = _standing(evidence.variant.name, results)

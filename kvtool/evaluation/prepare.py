@@ -77,18 +77,13 @@ class PlannedDevice:
         self, choice: ModelChoice, model: ModelSource, estimate: Estimate
     ) -> DeviceMemory:
         """Return its memory, and what the weights of a model take of it."""
-        if model.loaded is not None:  # whose weights are in what is not free
-            place, free = free_memory(str(model.loaded.model.device))
-            free = self.memory or free
-            return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
         return device_memory(
+            model,
             estimate.config,
             estimate.dtype,
             self.name(choice),
-            model.where,
             spread=bool(choice.device_map or choice.tensor_parallel),
             bits=choice.quantize,
-            name=choice.id,
             memory=self.memory,
         )
 

@@ -27,6 +27,8 @@ from kvtool.processes import started
 if TYPE_CHECKING:
     import torch
 
+    from kvtool.models.attached import ModelSource
+
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -262,24 +264,27 @@ def weight_bytes(
 
 
 def device_memory(
+    source: ModelSource,
     config: Any,
     dtype: str,
     device: str,
-    where: Mapping[str, Any] = MappingProxyType({}),
     *,
     spread: bool = False,
     bits: Bits | None = None,
-    name: str | None = None,
     memory: int | None = None,
 ) -> DeviceMemory:
     """Estimate what a model's weights will take of a device, and what is free there.
 
     Args:
+        source: of the model; the weights of a loaded one are in what is not free.
         device: `cpu`, `cuda` or `cuda:1`.
         spread: whether the model is spread over all GPUs.
-        bits, name: as for `weight_bytes`.
+        bits: as for `weight_bytes`.
         memory: of the device, in bytes; None: what is free there.
     """
+    if source.loaded is not None:
+        place, free = free_memory(str(source.loaded.model.device))
+        return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
     place, free = (device, memory) if memory else free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, where, bits=bits, name=name)
+    weights = weight_bytes(config, dtype, source.where, bits=bits, name=source.name)
     return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

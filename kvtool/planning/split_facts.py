@@ -53,9 +53,8 @@ def evidence(
         if by_heads(allocator):
             found["head_curves"] = _head_curves(losses, free, scale, allocator)
     elif losses is not None and policy is not None and losses.policy == str(policy):
-        found["curves"] = (
-            _curves(losses, free, scale) if len(losses.by_sample) > 1 else NOT_MEASURED
-        )
+        several = len(losses.by_sample) > 1
+        found["curves"] = _curves(losses, free, scale) if several else NOT_MEASURED
     if metric is None:
         return found
     if metric == "curves":
@@ -63,16 +62,12 @@ def evidence(
             raise UsageError(f"allocator `{allocator.name}` needs --curves FILE")
         return found | {"shares": shares}
     make = f"kvtool profile --metrics {allocator.measurement}"
-    if profile is None:
+    measured = None if profile is None else getattr(profile.metrics, metric)
+    if profile is None or profile.data is None or measured is None:
+        lacks = "" if profile is None else ", and this one lacks it"
         raise UsageError(
-            f"allocator `{allocator.name}` needs a profile with `{metric}`",
-            hint=f"{make} | kvtool plan-budget - ..",
-        )
-    measured = getattr(profile.metrics, metric)
-    if measured is None or profile.data is None:
-        raise UsageError(
-            f"allocator `{allocator.name}` needs `{metric}`, which the profile lacks",
-            hint=f"{make}, or --allocator uniform",
+            f"allocator `{allocator.name}` needs a profile with `{metric}`{lacks}",
+            hint=f"{make} | kvtool plan-budget - .., or --allocator uniform",
         )
     if metric == "answer_loss":
         return found
@@ -120,11 +115,7 @@ def _curves(losses: AnswerLosses, free: Sequence[int], scale: Fraction) -> LossC
 def _head_curves(
     losses: AnswerLosses, free: Sequence[int], scale: Fraction, allocator: Allocator
 ) -> list[LossCurves]:
-    """Return the curves of the KV heads of each layer to split over.
-
-    Raises:
-        UsageError: heads were not measured.
-    """
+    """Return the curves of the KV heads of each layer to split over."""
     if losses.heads is None:
         raise UsageError(
             f"allocator `{spell_allocator(allocator)}` needs losses of KV heads, which the profile "
@@ -140,11 +131,7 @@ def _head_curves(
 def _in_order(
     budgets: Sequence[int], rows: Sequence[Sequence[Sequence[float]]], scale: Fraction
 ) -> LossCurves:
-    """Order the points by budget; of two that scale to the same, the first stays.
-
-    Args:
-        rows: samples x layers or heads x budgets.
-    """
+    """Order the points of samples x layers or heads by budget; of equal ones, the first stays."""
     places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
     order = sorted(places)
     return LossCurves(

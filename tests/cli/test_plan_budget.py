@@ -413,7 +413,7 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),
     "no measurement": (
         ["-b", "9", "--allocator", "optimal"],
-        "`optimal` needs `answer_loss`, which the profile lacks",
+        "`optimal` needs a profile with `answer_loss`, and this one lacks it",
         "kvtool profile --metrics answer_loss",
     ),
     "nothing to plan": (
