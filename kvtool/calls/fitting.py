@@ -13,7 +13,6 @@ from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.placement import (
-    device_memory,
     resolve_dtype,
     weight_bytes,
 )
@@ -129,8 +128,7 @@ def _run_of(
 
 def _memory_of(settings: DeviceSettings, run: Run) -> DeviceMemory:
     """Return the memory of the device that a call is for, and what its weights take of it."""
-    return device_memory(
-        settings.source(),
+    return settings.source().device_memory(
         run.config,
         run.dtype,
         run.device,

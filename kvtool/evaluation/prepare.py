@@ -24,7 +24,6 @@ from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import (
     check_attention,
-    device_memory,
     free_memory,
     resolve_device,
     resolve_dtype,
@@ -77,8 +76,7 @@ class PlannedDevice:
         self, choice: ModelChoice, model: ModelSource, estimate: Estimate
     ) -> DeviceMemory:
         """Return its memory, and what the weights of a model take of it."""
-        return device_memory(
-            model,
+        return model.device_memory(
             estimate.config,
             estimate.dtype,
             self.name(choice),

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import find_source, in_one_line, library_output_on_stderr
@@ -26,8 +25,6 @@ from kvtool.processes import started
 
 if TYPE_CHECKING:
     import torch
-
-    from kvtool.models.attached import ModelSource
 
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -261,30 +258,3 @@ def weight_bytes(
         return whole
     layers = linear_layers(model)
     return whole + sum(each.bytes(bits) - each.numbers * wanted.itemsize for each in layers)
-
-
-def device_memory(
-    source: ModelSource,
-    config: Any,
-    dtype: str,
-    device: str,
-    *,
-    spread: bool = False,
-    bits: Bits | None = None,
-    memory: int | None = None,
-) -> DeviceMemory:
-    """Estimate what a model's weights will take of a device, and what is free there.
-
-    Args:
-        source: of the model; the weights of a loaded one are in what is not free.
-        device: `cpu`, `cuda` or `cuda:1`.
-        spread: whether the model is spread over all GPUs.
-        bits: as for `weight_bytes`.
-        memory: of the device, in bytes; None: what is free there.
-    """
-    if source.loaded is not None:
-        place, free = free_memory(str(source.loaded.model.device))
-        return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
-    place, free = (device, memory) if memory else free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, source.where, bits=bits, name=source.name)
-    return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)
