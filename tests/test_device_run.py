@@ -14,7 +14,7 @@ import torch
 
 import kvtool
 from kvtool.cache.whole.cache import KVCache
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from recipes.benchmarks.gpu import __main__ as command
 from recipes.benchmarks.gpu import kernels, memory, ran, right, speed
 from recipes.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case

@@ -106,7 +106,7 @@ class CompressionRun:
         shows = watcher.shows_progress
         with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
             if settings.export_path is not None:
-                from kvtool.engines.vllm.export import refuse_model
+                from kvtool.engines.vllm.virtual_prompt import refuse_model
 
                 refuse_model(loaded.model)
             cache = self.request.new_cache(loaded.model, record=settings.show is not None)
@@ -195,7 +195,7 @@ def _resolve(
     prefill = read_prefill(settings.prefill)
     policy, budget = choose_policy(settings, plan, watcher)
     if settings.export_path is not None:
-        from kvtool.engines.vllm.export import refuse_policy
+        from kvtool.engines.vllm.virtual_prompt import refuse_policy
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)

@@ -72,10 +72,10 @@ def document_of(
         new_tokens=result.new_tokens,
         text=result.text[0],
         token_ids=result.token_ids[0],
-        cache=CacheSection.of(result.report),
+        cache=CacheSection.taken_from(result.report),
         plan=plan,
         timing=_timing([result]),
-        fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
+        fidelity=None if result.fidelity is None else Fidelity.taken_from(result.fidelity),
         compiled=_compiled([result]),
     )
 
@@ -89,7 +89,7 @@ def document_of_prompt(
     watcher: Watcher,
 ) -> CompressionDocument:
     """Put into a document what a prompt was compressed to; say what bytes came to."""
-    held = CacheSection.of(cache.report())
+    held = CacheSection.taken_from(cache.report())
     planned = plan_in_use(request, loaded, result.prompt_tokens, 0, watcher)
     request.note_bytes(held, watcher)
     return CompressionDocument(
@@ -131,10 +131,10 @@ def document_of_turns(
         new_tokens=sum(each.new_tokens for each in answers),
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],
-        cache=CacheSection.of(held),
+        cache=CacheSection.taken_from(held),
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
-        fidelity=None if fidelity is None else Fidelity.of(fidelity),
+        fidelity=None if fidelity is None else Fidelity.taken_from(fidelity),
         compiled=_compiled(answers),
         turns=[_turn(*pair) for pair in turns],
     )
@@ -152,9 +152,9 @@ def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
         new_tokens=answer.new_tokens,
         text=answer.text[0],
         token_ids=answer.token_ids[0],
-        cache=CacheSection.of(answer.report),
+        cache=CacheSection.taken_from(answer.report),
         timing=_timing([answer]),
-        fidelity=None if answer.fidelity is None else Fidelity.of(answer.fidelity),
+        fidelity=None if answer.fidelity is None else Fidelity.taken_from(answer.fidelity),
     )
 
 

@@ -11,17 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.from_python import (
-    check_choice,
-    check_keywords,
-    check_text,
-    keywords_of,
-    read_policy,
-    spell_dtype,
-    takes,
-)
+from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
@@ -174,36 +166,23 @@ def plan(
     targets: dict[str, Any] = {
         name: None if each is None else str(each) for name, each in given.items()
     }
-    batch, policy = settings.get("batch", 1), settings.get("policy")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
-    dtype = spell_dtype(settings.get("dtype"))
-    check_choice("dtype", dtype)
-    check_text("allocator", settings.get("allocator"))
     profile, named = _read_source(source)
-    policy = None if policy is None else read_policy(policy)
-    _ = PlanSettings(policy=policy, **targets).target
-    model = _read_model(named if model is None else model, dtype)
-    asked = PlanSettings(**settings | targets | model | {"profile": profile, "policy": policy})
+    settings = checked(PlanSettings, {"policy": UNSAID, **settings, **targets})
+    _ = PlanSettings(policy=settings["policy"], **targets).target
+    model = _read_model(named if model is None else model, settings.get("dtype"))
+    asked = PlanSettings(**settings | model | {"profile": profile})
     watcher = Watcher() if watcher is None else watcher
     return prepare_plan(asked, watcher).make(watcher)
 
 
 def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
     """Return a profile, or a model: whichever is given."""
-    from kvtool.documents.from_python import document_of, is_document
-    from kvtool.documents.plan import PlanDocument
     from kvtool.documents.profile import ProfileDocument
+    from kvtool.documents.source import is_document, read_as
 
-    if isinstance(source, ProfileDocument):
-        return source, None
-    if isinstance(source, Mapping) or (isinstance(source, (str, Path)) and is_document(source)):
-        from kvtool.documents.source import check_kind
-
-        read = document_of(source, "a profile")
-        assert not isinstance(read, PlanDocument), "no document was given"
-        check_kind(read, takes=("profile",), command="kvtool.plan")
-        return read.validate(ProfileDocument), None
+    named = isinstance(source, (str, Path)) and is_document(source)
+    if named or isinstance(source, (Mapping, ProfileDocument)):
+        return read_as(source, ProfileDocument, "a profile", command="kvtool.plan"), None
     return None, source
 
 
@@ -406,11 +385,9 @@ def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | No
     if not isinstance(profile, str):
         return profile
     from kvtool.documents.profile import ProfileDocument
-    from kvtool.documents.source import check_kind, read_source
+    from kvtool.documents.source import read_as
 
-    source = read_source(profile, option="profile")
-    check_kind(source, takes=("profile",), command="kvtool plan-budget")
-    return source.validate(ProfileDocument)
+    return read_as(profile, ProfileDocument, "profile", command="kvtool plan-budget")
 
 
 def _lengths(

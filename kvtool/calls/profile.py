@@ -113,7 +113,7 @@ def request_of(
         seed=settings.seed or 0,
     )
     if not request.memory_alone:
-        from kvtool.evaluation.asked_texts import check_source
+        from kvtool.evaluation.profile_texts import check_source
 
         check_source(settings.data, request.plan.metrics)
     return request
@@ -152,7 +152,7 @@ def profile(
     """
     known = keywords_of(ProfileSettings, leave_out=_LEFT_OUT)
     check_keywords("profile", settings, [*known, *MODEL_SETTINGS])
-    from kvtool.evaluation.profile import run_profile
+    from kvtool.evaluation.profiled import run_profile
     from kvtool.models.attached import ModelSource
 
     loading = {*MODEL_SETTINGS, *ModelSettings().checkpoint()}

@@ -17,7 +17,7 @@ from kvtool.profiling.request import OF_POLICY, ProfileRequest, parse_metrics
 from kvtool.transformers_versions import check_transformers
 
 if TYPE_CHECKING:
-    from kvtool.evaluation.profile import Profiled
+    from kvtool.evaluation.profiled import Profiled
 
 _PICTURES = (".png", ".svg", ".pdf")
 _IN_A_FILE = {"key_basis": "key bases", "query_centres": "centres of queries"}
@@ -34,7 +34,7 @@ def profile(options: ProfileSettings, terminal: Terminal) -> None:
         return
     check_transformers()
     terminal.loading(options.model)
-    from kvtool.evaluation.profile import run_profile
+    from kvtool.evaluation.profiled import run_profile
 
     source, watcher = options.source(), TerminalWatcher(terminal)
     profiled = run_profile(request, source, heads_path=options.heads_path, watcher=watcher)

@@ -1,17 +1,61 @@
 """Small random problems, computed by the kernels of a kind and by plain torch.
 
-They have padding, empty slots and several tiles. Plain torch runs on the CPU, in float32.
+They have padding, empty slots and several tiles. Plain torch runs on the CPU, in float32. A kind is
+all that decides which machine code runs.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from kvtool.kernels import reference
-from kvtool.kernels.kind import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes
+
+
+class Family(str, Enum):
+    """Kernels that are checked, and used or not, together."""
+
+    __str__ = str.__str__
+
+    ROWS = "attention of a block"
+    SLOTS = "attention of a decoded token"
+    INT8 = "attention of a decoded token to int8 slots"
+    FP8 = "attention of a decoded token to fp8 slots"
+    INT4 = "attention of a decoded token to int4 slots"
+    K8V4 = "attention of a decoded token to int8 keys and int4 values"
+    K4V8 = "attention of a decoded token to int4 keys and int8 values"
+    PAGES = "page bounds"
+    PRODUCTS = "products with chosen rows"
+
+
+CODES = {
+    ("int8", "int8"): Family.INT8,
+    ("fp8", "fp8"): Family.FP8,
+    ("int4", "int4"): Family.INT4,
+    ("int8", "int4"): Family.K8V4,
+    ("int4", "int8"): Family.K4V8,
+}
+"""The family that attends to quantised slots, by the forms of the codes of keys and of values."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides which machine code runs, and whether it fits into a device."""
+
+    family: Family
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    value_dim: int
+    group: int
+    softcap: bool = False
+    sinks: bool = False
+    window: bool = False
+
 
 _ROWS, _HEADS = 2, 2
 _KEPT, _NEW = 150, 70  # several tiles
@@ -250,7 +294,7 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 
 
 def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:
-    from kvtool.kernels.page_scores import page_scores
+    from kvtool.kernels.read_tables import page_scores
 
     query = draw.normal(_ROWS, _HEADS, draw.kind.group, draw.kind.head_dim)
     bounds = draw.normal(_ROWS, _HEADS, 2 * draw.kind.head_dim, 150)
@@ -259,7 +303,7 @@ def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 
 
 def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
-    from kvtool.kernels.row_product import row_product
+    from kvtool.kernels.read_tables import row_product
 
     count = draw.kind.head_dim
     part = draw.normal(_ROWS, _HEADS, draw.kind.group, count)

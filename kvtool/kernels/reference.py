@@ -14,8 +14,8 @@ from kvtool.maths.attention import (
     visible_keys,
     weighted_values,
 )
-from kvtool.maths.channels import take_rows
 from kvtool.maths.columns import add_columns
+from kvtool.maths.estimates import take_rows
 from kvtool.maths.quantise import from_fp8, from_int4, from_int8
 
 _DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,19 +17,12 @@ def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     Args:
         query: (batch, kv_heads, group, head_dim).
         bounds: (batch, kv_heads, 2 * head_dim, at least `pages`), of
-            `kvtool.maths.pages.page_bounds`.
+            `kvtool.maths.estimates.page_bounds`.
 
     Returns:
         (batch, kv_heads, pages) float32.
     """
-    from kvtool.kernels import reference, trust
-    from kvtool.kernels.kind import Family
-
-    if trust.usable(Family.PAGES, query, group=query.shape[2]):
-        from kvtool.kernels import page_scores as kernel
-
-        return kernel.page_scores(query, bounds, pages)
-    return reference.page_scores(query, bounds, pages)
+    return _module("PAGES", query).page_scores(query, bounds, pages)
 
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor:
@@ -43,11 +36,15 @@ def row_product(part: Tensor, table: Tensor, rows: Tensor, width: int) -> Tensor
     Returns:
         (batch, kv_heads, group, width) float32.
     """
+    return _module("PRODUCTS", part).row_product(part, table, rows, width)
+
+
+def _module(family: str, query: Tensor) -> Any:
+    """Return the kernels where they can run on a query, else plain torch."""
     from kvtool.kernels import reference, trust
-    from kvtool.kernels.kind import Family
 
-    if trust.usable(Family.PRODUCTS, part, group=part.shape[2]):
-        from kvtool.kernels import row_product as kernel
+    if trust.usable(trust.Family[family], query, group=query.shape[2]):
+        from kvtool.kernels import read_tables
 
-        return kernel.row_product(part, table, rows, width)
-    return reference.row_product(part, table, rows, width)
+        return read_tables
+    return reference

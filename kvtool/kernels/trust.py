@@ -14,8 +14,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvtool.kernels.checks import comparisons
-from kvtool.kernels.kind import Family, Kind
+from kvtool.kernels.checks import Family, Kind, comparisons
 
 # of 1 + the size of a number; a wrong kernel is off by more, and rounding by less
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}

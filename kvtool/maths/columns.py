@@ -6,11 +6,7 @@ queries, so it can be added up in chunks, or by a kernel that never writes the w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from kvtool.lazy_torch import Tensor
 
 COLUMNS = (
     "attention_sum",  # of the weights

@@ -5,10 +5,7 @@ A rotation leaves the lengths alone. Numbers behind the rotated ones are paired 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvtool.lazy_torch import Tensor, torch
 
 
 def pair_count(dim: int) -> int:
@@ -28,8 +25,6 @@ def pair_lengths(states: Tensor, rotated: int = 0, *, interleaved: bool = False)
     Returns:
         (.., pairs) float32, the rotated ones first.
     """
-    import torch
-
     states = states.float()
     turned, others = states[..., : 2 * rotated], states[..., 2 * rotated :]
     if others.shape[-1] % 2:

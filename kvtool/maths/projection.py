@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvtool.lazy_torch import Tensor, torch
 
 _NUMBERS = 1 << 22  # of projected values that are held at a time
 
@@ -21,8 +20,6 @@ def projected_lengths(values: Tensor, weight: Tensor, norm: Literal[1, 2]) -> Te
     Returns:
         (batch, kv_heads, group, slots) float32.
     """
-    import torch
-
     batch, kv_heads, slots, dim = values.shape
     by_head = weight.detach().unflatten(1, (kv_heads, -1, dim))
     group = by_head.shape[2]
@@ -47,8 +44,6 @@ def weights_by_output(weights: Tensor, lengths: Tensor, hidden: Tensor) -> Tenso
         lengths: (batch, kv_heads, group, slots) float32, as of `projected_lengths`.
         hidden: (batch, rows, hidden_size), what has entered the attention of each row.
     """
-    import torch
-
     own = torch.linalg.vector_norm(hidden.float(), dim=-1).clamp(
         min=torch.finfo(torch.float32).tiny
     )

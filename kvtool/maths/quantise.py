@@ -9,12 +9,9 @@ largest scale. A NaN makes its scale NaN, so that it comes back as NaN and is no
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
+from kvtool.lazy_torch import Tensor, torch
 
 GROUP = 32
 """Channels that share a scale in 4 bits."""
@@ -37,8 +34,6 @@ def int8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (.., dim) int8 and (.., 1) float16.
     """
-    import torch
-
     numbers, scales = _scaled(numbers, _INT8)
     return numbers.round_().to(torch.int8), scales
 
@@ -57,8 +52,6 @@ def fp8_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         (.., dim) uint8, the bits of float8_e4m3fn, and (.., 1) float16.
     """
-    import torch
-
     numbers, scales = _scaled(numbers, _FP8)
     return numbers.to(torch.float8_e4m3fn).view(torch.uint8), scales
 
@@ -68,8 +61,6 @@ def from_fp8(codes: Tensor, scales: Tensor) -> Tensor:
 
     The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
     """
-    import torch
-
     bits = codes.view(torch.int8).short()  # the sign at the top, where float16 has it
     half = ((bits & -0x8000) | ((bits & 0x7F) << 7)).view(torch.float16)
     return half.float() * (scales.float() * FP8_SHIFT)
@@ -85,8 +76,6 @@ def int4_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
         (.., dim / 2) uint8, with the first half of the channels in the low bits, and
         (.., dim / GROUP) float16.
     """
-    import torch
-
     grouped, scales = _scaled(numbers.unflatten(-1, (-1, GROUP)), _INT4)
     low, high = grouped.round_().add_(_ZERO).to(torch.uint8).flatten(-2).chunk(2, -1)
     return low | (high << 4), scales[..., 0]
@@ -94,8 +83,6 @@ def int4_codes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 def from_int4(codes: Tensor, scales: Tensor) -> Tensor:
     """Dequantise them, in float32."""
-    import torch
-
     numbers = torch.cat([codes & 15, codes >> 4], -1).float() - _ZERO
     grouped = numbers.unflatten(-1, (-1, GROUP))
     return (grouped * scales.float()[..., None]).flatten(-2)
@@ -107,8 +94,6 @@ def _scaled(numbers: Tensor, largest: float) -> tuple[Tensor, Tensor]:
     Returns:
         New float32 of the same shape, and float16 (.., 1).
     """
-    import torch
-
     numbers = numbers.float()
     peak = torch.linalg.vector_norm(numbers, float("inf"), -1, keepdim=True)
     limits = torch.finfo(torch.float16)
@@ -158,8 +143,6 @@ class ChannelRanges(NamedTuple):
     @classmethod
     def neutral(cls, batch: int, kv_heads: int, dim: int, device: torch.device) -> ChannelRanges:
         """Make those that change nothing."""
-        import torch
-
         sizes = (batch, kv_heads, 1, dim)
         return cls(
             torch.zeros(sizes, dtype=torch.float16, device=device),
@@ -169,8 +152,6 @@ class ChannelRanges(NamedTuple):
     @property
     def factor(self) -> Tensor:
         """The powers of two, float32."""
-        import torch
-
         return torch.exp2(self.exponent.float())
 
     def narrow(self, keys: Tensor) -> Tensor:
@@ -216,8 +197,6 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
         keys: (batch, kv_heads, tokens, dim).
         valid: bool (batch or 1, tokens), False for padding; fewer than `FEWEST` show nothing.
     """
-    import torch
-
     weight = valid[:, None, :, None].float()
     count = weight.sum(2, keepdim=True)
     numbers = keys.detach().float() * weight
@@ -235,8 +214,6 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
 
 def sylvester(size: int) -> Tensor:
     """Make the Hadamard matrix of a power of two by Sylvester's rule: (size, size) float32."""
-    import torch
-
     matrix = torch.ones(1, 1, dtype=torch.float32)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -250,8 +227,6 @@ def hadamard(dim: int, device: torch.device) -> Tensor:
     Returns:
         (dim, dim) float32, orthogonal and its own inverse; the same tensor for all who ask.
     """
-    import torch
-
     size = dim & -dim
     with torch.inference_mode(False):
         blocks = torch.block_diag(*[sylvester(size)] * (dim // size))

@@ -1,16 +1,12 @@
 """The only top-k: ties go to the lower position, protection is a mask, empty slots come last.
 
 Slots need not be in order of position: after some decoding they are not. Every choice here uses
-positions.
+positions. Votes of the last queries are smoothed over neighbours before one is made of them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
+from kvtool.lazy_torch import Tensor, torch
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _EMPTY = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -31,8 +27,6 @@ def order_key(scores: Tensor, positions: Tensor) -> Tensor:
     Returns:
         (..., slots) int64.
     """
-    import torch
-
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
     return (ordered << 32) - positions
@@ -54,8 +48,6 @@ def top_mask(
     Returns:
         bool (batch, kv_heads, slots).
     """
-    import torch
-
     allowed = positions >= 0 if among is None else among
     key = torch.where(allowed, order_key(scores, positions), _EMPTY)
     if isinstance(count, torch.Tensor):
@@ -79,8 +71,6 @@ def top_slots(scores: Tensor, count: int) -> Tensor:
     Returns:
         (..., count) int64.
     """
-    import torch
-
     if scores.shape[-1] <= _FEW:
         return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     places = torch.arange(scores.shape[-1], device=scores.device)
@@ -103,8 +93,6 @@ def keep_top(
         indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
         there; where a head keeps fewer than `slots` its tail has position -1.
     """
-    import torch
-
     key = order_key(scores, positions)
     if forced is not None:
         key = torch.where(forced, _FORCED - positions.long(), key)
@@ -133,8 +121,6 @@ def lowest(
     Returns:
         (batch, kv_heads) int64 index of a slot.
     """
-    import torch
-
     if protected is not None:
         scores = scores.masked_fill(protected, float("inf"))
     if distinct:
@@ -149,3 +135,34 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
     """Copy the slots at `indices`: (batch, heads, slots, dim) by (batch, heads or 1, count)."""
     heads, dim = tensor.shape[1], tensor.shape[-1]
     return tensor.gather(2, indices[..., None].expand(-1, heads, -1, dim))
+
+
+def pool_votes(
+    votes: Tensor, positions: Tensor, window: Tensor, *, kernel: int, pool: str
+) -> Tensor:
+    """Smooth votes over neighbouring tokens, leaving the observation window out.
+
+    Average pooling divides by `kernel` at the borders too, as the authors' code does.
+
+    Args:
+        votes: (batch, kv_heads, slots) float32.
+        positions: (batch, kv_heads, slots), -1 = empty; neighbours are neighbours by position.
+        window: bool (batch, kv_heads, slots), the observation window, the last tokens.
+        kernel: odd width, in tokens.
+        pool: `max` or `avg`.
+
+    Returns:
+        (batch, kv_heads, slots); inside the window the votes as they came.
+    """
+    width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
+    last = torch.iinfo(positions.dtype).max
+    order = positions.masked_fill(positions < 0, last).argsort(-1)
+    outside = float("-inf") if pool == "max" else 0.0
+    past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
+    if pool == "max":
+        pooled = torch.nn.functional.max_pool1d(past, width, stride=1, padding=width // 2)
+    else:
+        pooled = torch.nn.functional.avg_pool1d(past, width, stride=1, padding=width // 2)
+        pooled = pooled if width == kernel else pooled * (width / kernel)
+    pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
+    return torch.where(window, votes, pooled)

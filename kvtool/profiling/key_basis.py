@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.traffic import NAME
-from kvtool.maths.basis import moments, principal_components
+from kvtool.maths.estimates import moments, principal_components
 from kvtool.profiling.seen import Seen
 
 MOMENTS, VARIANCE = "key_moments", "key_variance"

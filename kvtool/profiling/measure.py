@@ -15,15 +15,13 @@ from kvtool.cache.whole.layers import attention_layers
 from kvtool.errors import KvtoolError
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.broken_numbers import broken_entries, explain
+from kvtool.profiling.calidrop import QueryCosine, RecomputeFrequency
 from kvtool.profiling.column_sums import Density
-from kvtool.profiling.jaccard import Jaccard
 from kvtool.profiling.key_basis import KeyMoments, with_basis
 from kvtool.profiling.output_error import OutputError
 from kvtool.profiling.query_centres import QueryCentres
-from kvtool.profiling.query_cosine import QueryCosine
-from kvtool.profiling.recompute_frequency import RecomputeFrequency
 from kvtool.profiling.request import Plan
-from kvtool.profiling.robustness import Robustness
+from kvtool.profiling.roco import Jaccard, Robustness
 from kvtool.profiling.seen import Seen, Study
 from kvtool.profiling.topk_union import TopKUnion
 

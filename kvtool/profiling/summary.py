@@ -20,11 +20,11 @@ from kvtool.documents.profile import (
     RobustnessCurve,
     UnionCurve,
 )
-from kvtool.profiling.jaccard import RATES, SCORES
+from kvtool.profiling.calidrop import GRID, replays_prompt
 from kvtool.profiling.key_basis import leading_share
 from kvtool.profiling.query_centres import concentration
-from kvtool.profiling.recompute_frequency import GRID, replays_prompt
 from kvtool.profiling.request import Plan
+from kvtool.profiling.roco import RATES, SCORES
 from kvtool.profiling.topk_union import TOP_K
 
 _DIGITS = 6  # significant ones; float32 has 7

@@ -11,7 +11,7 @@ from kvtool.cache.steps.attend_block import fused_block, needs_mask
 from kvtool.cache.steps.call import StepContext
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import trust
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.tiers import first, first_rows

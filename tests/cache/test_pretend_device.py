@@ -17,7 +17,7 @@ from kvtool.cache.whole.batching import append_entries, keep_entries
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.shared_prefill import prefill_shared
 from kvtool.kernels import trust
-from kvtool.kernels.kind import CODES, Family
+from kvtool.kernels.checks import CODES, Family
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.codec.int8 import Int8
 from kvtool.policies.policy import compose, reads_whole

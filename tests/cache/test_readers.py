@@ -14,7 +14,7 @@ import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.features.sparse_tables import IndexedEntries, PaddedEntries
 from kvtool.generation import decode_step, prefill
-from kvtool.maths.basis import moments, principal_components
+from kvtool.maths.estimates import moments, principal_components
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.quest import Quest

@@ -22,11 +22,9 @@ from kvtool.kernels import tiles
 from kvtool.kernels.attend_codes import attend_codes
 from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
-from kvtool.kernels.checks import QUANTISED
+from kvtool.kernels.checks import CODES, QUANTISED
 from kvtool.kernels.column_sums import column_sums
-from kvtool.kernels.kind import CODES
-from kvtool.kernels.page_scores import page_scores
-from kvtool.kernels.row_product import row_product
+from kvtool.kernels.read_tables import page_scores, row_product
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.kernels import join_parts, reference
-from kvtool.kernels.checks import QUANTISED
-from kvtool.kernels.kind import CODES
+from kvtool.kernels.checks import CODES, QUANTISED
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import from_fp8, from_int4, from_int8

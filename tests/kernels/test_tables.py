@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.kernels import tables, trust
-from kvtool.maths.pages import page_bounds
+from kvtool.maths.estimates import page_bounds
 from tests.kernels.drawn import DEVICE, TOLERANCE
 
 pytest.importorskip("triton")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvtool.maths.channels import put_column
+from kvtool.maths.estimates import put_column
 
 
 @pytest.mark.parametrize("at", [[[[4]]], [[[0]], [[6]]]], ids=["the same", "each its own"])

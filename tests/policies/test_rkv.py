@@ -9,7 +9,7 @@ import kvtool
 from kvtool import parse_policy
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.maths.votes import pool_votes
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.scores.rkv import redundancy, votes_of_queries
 from tests.cache.test_oracle import follow
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids

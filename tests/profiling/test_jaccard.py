@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.profiling.jaccard import RATES, SCORES, Jaccard, Overlap, jaccard_index
+from kvtool.profiling.roco import RATES, SCORES, Jaccard, Overlap, jaccard_index
 from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import full_attention, watch
 

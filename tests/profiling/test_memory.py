@@ -4,7 +4,7 @@ import torch
 import kvtool
 from kvtool.documents.memory import ModelShape
 from kvtool.generation import prefill
-from kvtool.profiling.memory import memory_table
+from kvtool.profiling.memory_table import memory_table
 from tests.models_for_tests import family_model
 
 GIB = 2**30

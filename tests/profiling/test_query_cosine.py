@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.profiling.query_cosine import QueryCosine, lag_sums
+from kvtool.profiling.calidrop import QueryCosine, lag_sums
 from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import watch
 

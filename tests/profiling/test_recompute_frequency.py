@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.profiling.recompute_frequency import GRID, RecomputeFrequency, recompute_shares
+from kvtool.profiling.calidrop import GRID, RecomputeFrequency, recompute_shares
 from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import watch
 

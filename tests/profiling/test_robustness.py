@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.profiling.robustness import Persistence, Robustness
+from kvtool.profiling.roco import Persistence, Robustness
 from tests.models_for_tests import peaky_model, random_ids
 from tests.profiling.watching import full_attention, watch
 

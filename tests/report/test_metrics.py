@@ -3,7 +3,7 @@
 import ast
 import inspect
 
-from kvtool.evaluation.tasks import scbench_files
+from kvtool.evaluation.tasks import scbench
 from kvtool.evaluation.tasks.longbench import LongBench
 from kvtool.evaluation.tasks.table import TASKS, task_class
 from kvtool.report.metrics import METRICS, headline, meaning
@@ -33,7 +33,7 @@ def test_every_metric_of_every_task_is_told_in_words():
     names = {kind.metric for kind in classes.values()}
     for module in {inspect.getmodule(kind) for kind in classes.values()}:
         names |= in_source(module)
-    mixed = [form.kinds for form in scbench_files.FORMS.values() if len(form.kinds) > 1]
+    mixed = [kinds for kinds in scbench.FORMS.values() if len(kinds) > 1]
     names |= {kind for kinds in mixed for kind in kinds}
     names |= {
         LongBench(name=name, data={"path": "x"}).benchmark.metric

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import weakref
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import attention_layers, check_layers, check_shared
 from kvtool.cache.whole.settings import ModelLink
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.source import Source, check_kind, read_source
+from kvtool.documents.source import read_as
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import layer_shapes
@@ -167,14 +166,7 @@ def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
     Raises:
         UsageError: it cannot be read, or is no plan.
     """
-    if isinstance(plan, PlanDocument):
-        return plan
-    if isinstance(plan, dict):
-        source = Source.parse(json.dumps(plan), "plan")
-    else:
-        source = read_source(str(plan), option="plan")
-    check_kind(source, takes=("plan",), command="this")
-    return source.validate(PlanDocument)
+    return read_as(plan, PlanDocument, "a plan", command="this")
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:

@@ -31,7 +31,7 @@ from kvtool.cache.steps.attend import call_weights, packed_attention
 from kvtool.cache.steps.attend_triton import attend_chosen, can_run
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read

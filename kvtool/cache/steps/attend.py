@@ -23,7 +23,7 @@ from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_s
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call, StepContext
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import (
     attention_weights,
     attention_weights_lse,

@@ -35,7 +35,7 @@ from kvtool.cache.steps.attend_triton import can_count, can_run, count_block
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
 from kvtool.cache.steps.call import Call
 from kvtool.cache.steps.view import last_query_columns, make_rows
-from kvtool.kernels.kind import Family
+from kvtool.kernels.checks import Family
 from kvtool.maths.attention import can_fuse, fused_attention, visible_keys, weighted_values
 from kvtool.maths.selection import take
 from kvtool.maths.statistics import add_causal_columns

@@ -18,7 +18,7 @@ from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.kernels import trust
-from kvtool.kernels.kind import CODES, Family
+from kvtool.kernels.checks import CODES, Family
 from kvtool.maths.attention import group_queries
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State

@@ -343,6 +343,11 @@ def rouge(prediction: str, reference: str, *, stemmer: bool = True) -> dict[str,
     return {name: 100 * scores[name].fmeasure for name in _ROUGES}
 
 
+def rouge_lsum(prediction: str, reference: str) -> float:
+    """Return the ROUGE-Lsum of a summary without stems, from 0 to 1."""
+    return rouge(prediction, reference, stemmer=False)["rougeLsum"] / 100
+
+
 @cache
 def _bleu(*, sentence: bool) -> BLEU:
     require("eval", needed_by="BLEU")

@@ -93,7 +93,7 @@ def load_json(path: Path) -> Any:
     Raises:
         KvtoolError: it is not JSON, with the line that is wrong.
     """
-    text = _decode(path.read_bytes(), path)
+    text = decode_text(path.read_bytes(), path)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -120,7 +120,7 @@ def _read_lines(path: Path) -> list[Row]:
     rows = []
     with path.open("rb") as stream:  # only \n ends a line: a JSON string may hold U+2028
         for number, line in enumerate(stream, 1):
-            text = _decode(line, path, number)
+            text = decode_text(line, path, number)
             if text.strip():
                 rows.append(_read_line(text, path, number))
     return rows
@@ -154,7 +154,9 @@ def _read_json(path: Path) -> list[Row]:
 
 def _read_csv(path: Path) -> list[Row]:
     limit = csv.field_size_limit(sys.maxsize)  # documents are longer than the usual 128 KiB
-    reader = csv.DictReader(io.StringIO(_decode(path.read_bytes(), path), newline=""), strict=True)
+    reader = csv.DictReader(
+        io.StringIO(decode_text(path.read_bytes(), path), newline=""), strict=True
+    )
     try:
         rows = []
         for row in reader:
@@ -190,7 +192,7 @@ def _read_arrow(path: Path) -> list[Row]:
 
 
 def _read_text(path: Path) -> list[Row]:
-    text = _decode(path.read_bytes(), path)
+    text = decode_text(path.read_bytes(), path)
     return [{"text": text}] if text.strip() else []
 
 
@@ -200,7 +202,8 @@ def one_line(error: BaseException) -> str:
     return words if len(words) <= 200 else words[:199] + "…"
 
 
-def _decode(data: bytes, path: Path, line: int | None = None) -> str:
+def decode_text(data: bytes, path: Path, line: int | None = None) -> str:
+    """Decode UTF-8, or say in which line of a file it is none."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.metrics.code import LETTERS, right_letter
+from kvtool.evaluation.metrics.code import LETTERS, list_options, names_option, right_letter
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
 
 _MANY = 0.5
@@ -52,15 +53,57 @@ def _is_one_token(turn: Turn, answer: str, tokens: TokenCounter) -> bool:
     return tokens.count(whole) - tokens.count(turn.answer_prefix) == 1
 
 
-def require(row: Mapping[str, Any], columns: Sequence[str], where: str) -> None:
+def require(
+    row: Mapping[str, Any], columns: Sequence[str], where: str, texts: Sequence[str] = ()
+) -> None:
     """Check that a row, or a part of one, has what it needs; null and an empty list are nothing.
 
+    Args:
+        texts: columns that have to hold a text.
+
     Raises:
-        KvtoolError: a column that is lacking.
+        KvtoolError: a column that is lacking, or holds something else.
     """
     for column in columns:
         if row.get(column) is None or row[column] == []:
             raise KvtoolError(f"{where} lacks `{column}`")
+    for column in texts:
+        if not isinstance(row[column], str):
+            raise KvtoolError(f"{where}: `{column}` holds {type(row[column]).__name__}, no text")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a kind of question about a text is put and scored.
+
+    Attributes:
+        question: what follows the text; `{input}` and `{options}` are the row's.
+        new_tokens: of the longest answer.
+        score: the score of an answer against one reference, from 0 to 1.
+    """
+
+    question: str
+    new_tokens: int
+    score: Callable[..., float]
+
+    def turn(self, row: Mapping[str, Any], where: str) -> Turn:
+        """Put the question of a row.
+
+        Raises:
+            KvtoolError: the row lacks something, or its options the answer.
+        """
+        named = [name for name in ("input", "options") if f"{{{name}}}" in self.question]
+        require(row, [*named, "answer"], where)
+        references, options = texts_of(row["answer"]), ""
+        if "options" in named:
+            references = (option_answer(row["answer"], row["options"], where),)
+            options = list_options(row["options"])
+        question = self.question.format(input=row.get("input"), options=options)
+        return Turn(question, references, self.new_tokens)
+
+
+OPTIONS = "\n\nQuestion: {input}\n{options}\n\nThe letter of the right answer:"
+"""A question with four choices."""
 
 
 def option_answer(answer: Any, options: Sequence[str], where: str) -> str:
@@ -85,3 +128,8 @@ def split_option(reference: str) -> tuple[str, str]:
     """
     letter, _, text = reference.partition(". ")
     return letter, text
+
+
+def chooses(prediction: str, reference: str) -> float:
+    """Return 1 if an answer about a book names the option of an `option_answer`, else 0."""
+    return float(names_option(prediction, *split_option(reference)))

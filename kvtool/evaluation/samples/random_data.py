@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import string
 from collections.abc import Callable, Iterable, Sequence
@@ -76,3 +77,13 @@ def spread(
     ):
         result.insert(int(fraction * (len(filler) + 1)), item)
     return result
+
+
+def assignments(value: int, names: Sequence[str]) -> list[str]:
+    """State that a value goes to the first name and from each name on to the next.
+
+    >>> assignments(48213, ["BA", "CE"])
+    [' The value 48213: BA.', ' The value from BA: CE.']
+    """
+    first = f" The value {value}: {names[0]}."
+    return [first, *(f" The value from {a}: {b}." for a, b in itertools.pairwise(names))]

@@ -6,8 +6,11 @@ the hub.
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
@@ -17,8 +20,17 @@ from kvtool.documents.results import Number
 from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.text import string_match_all
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.samples.fit import generator
-from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
+from kvtool.evaluation.samples.data_files import Row
+from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.questions import require
+from kvtool.evaluation.samples.random_data import (
+    STATISTICS,
+    random_numbers,
+    random_pairs,
+    spread,
+    units_for,
+)
+from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, even_shares
 
 if TYPE_CHECKING:
@@ -144,6 +156,7 @@ class Asking(Task):
 
 
 Cell = dict[str, int | float | str]
+Rng = np.random.Generator
 
 
 def length_of(cell: Cell) -> int:
@@ -191,13 +204,89 @@ class Drawn(Asking):
                 yield self.draw_one(rng, f"{place}/{index}", cell, tokens)
 
     @abstractmethod
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
+    def draw_one(self, rng: Rng, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
         """Draw the sample that is called `name`."""
 
 
-class Ruler(Drawn):
+@dataclass(frozen=True)
+class Draft:
+    """A sample whose length is still open.
+
+    Attributes:
+        build: the context and the turns with the first n units (sentences, needles ..) as filler.
+        weights: tokens of each unit, roughly.
+        facts: of the sample.
+    """
+
+    build: Callable[[int], tuple[str, Sequence[Turn]]]
+    weights: Sequence[int]
+    facts: Json = field(default_factory=dict)
+
+    def sample(self, name: str, cell: Cell, units: int) -> Sample:
+        """Return the sample with so many units of filler."""
+        context, turns = self.build(units)
+        return Sample(name, context, tuple(turns), cell, self.facts)
+
+
+class Filled(Drawn):
+    """A task whose samples are filled up to their length."""
+
+    @abstractmethod
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
+        """Draw a sample, with more filler than its length takes."""
+
+    def draw_one(self, rng: Rng, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        """Draw a sample and fill it.
+
+        Raises:
+            UsageError: it is too long even without filler.
+        """
+        draft = self.draft(rng, cell, tokens)
+        build = partial(draft.sample, name, cell)
+        return fit(build, draft.weights, length_of(cell), tokens, self.name)
+
+
+def pairs_draft(rng: Rng, count: int, cell: Cell, tokens: TokenCounter, new_tokens: int) -> Draft:
+    """Ask for the values of `count` keys of a JSON object of random UUIDs."""
+    asked, fractions = random_pairs(rng, count), rng.random(count)
+    unit = tokens.count('"{}": "{}", '.format(*asked[0]))
+    filler = random_pairs(rng, units_for(length_of(cell), unit))
+    turns = [
+        Turn(f'\n Question: What is the value of "{key}"? Answer:', (value,), new_tokens)
+        for key, value in asked
+    ]
+
+    def build(units: int) -> tuple[str, Sequence[Turn]]:
+        pairs = dict(spread(filler[:units], asked, fractions))
+        return f" The values of a JSON object:\n{json.dumps(pairs)}", turns
+
+    return Draft(build, [unit] * len(filler))
+
+
+def list_draft(
+    rng: Rng, kinds: Sequence[str], cell: Cell, tokens: TokenCounter, new_tokens: int
+) -> Draft:
+    """Ask for some of `STATISTICS` about a list of numbers."""
+    unit = tokens.count(", 47, 52")
+    numbers = random_numbers(rng, units_for(length_of(cell), unit))
+
+    def build(units: int) -> tuple[str, Sequence[Turn]]:
+        shown = numbers[: 5 + 2 * units]
+        turns = [
+            Turn(
+                f"\n Question: What is the {kind} of the list? Answer:",
+                (str(STATISTICS[kind](shown)),),
+                new_tokens,
+                f" The {kind} is:",
+            )
+            for kind in kinds
+        ]
+        return f" A list of numbers:\n{shown}", turns
+
+    return Draft(build, [unit] * ((len(numbers) - 5) // 2))
+
+
+class Ruler(Filled):
     """A task of RULER that is scored by the fraction of references in the answer.
 
     Hsieh et al., 2024, https://arxiv.org/abs/2404.06654. Lengths, numbers of needles and hops,
@@ -226,6 +315,8 @@ class Read(Asking):
     data: Data | None = None
     samples: Samples | None = None
 
+    file: ClassVar[str | None] = None  # that a user has to give, where the hub has none
+
     @property
     def preset(self) -> str:
         """The name of the usual data: that of the suite."""
@@ -241,6 +332,8 @@ class Read(Asking):
         """Which data are needed."""
         if self.data is not None:
             return None
+        if self.file is not None:
+            return f"data: {self.file}"
         hub = PRESETS[self.preset]["hub"]
         return f"data: a file, or `{self.preset}` for {hub} on the hub"
 
@@ -264,6 +357,25 @@ class Read(Asking):
         own = PRESETS.get(self.preset, {}).get("hub")
         data = self.on_hub(self.data) if own and self.data.hub == own else self.data
         return read_rows(data, columns, task=self.name, stem=stem)
+
+    def rows(
+        self, columns: Sequence[str], stem: str, texts: Sequence[str] = ()
+    ) -> Iterator[tuple[int, Row, str]]:
+        """Read rows one by one, each with its number and what to call it in an error.
+
+        Args:
+            columns: what no row may lack.
+            stem: name of the task's file in a folder.
+            texts: those of them that hold a text.
+
+        Raises:
+            UsageError, KvtoolError: as `read`; a row that lacks something.
+        """
+        table = self.read(columns, stem)
+        for number, row in enumerate(table.rows, 1):
+            where = f"{self.name}: `{table.source}` row {number}"
+            require(row, columns, where, texts)
+            yield number, row, where
 
 
 class ShortAnswer(Read):

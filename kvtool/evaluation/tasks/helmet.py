@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.text import said, string_match_all
-from kvtool.evaluation.samples.questions import require, texts_of
+from kvtool.evaluation.samples.questions import texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 
@@ -69,22 +70,14 @@ class Helmet(ShortAnswer):
         return None if self.data else f"data: a file of HELMET, such as data/{self.form.file}"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples.
-
-        Raises:
-            UsageError: no data are given, or there is no such file.
-            KvtoolError: data that cannot be read, lack a column, or hold too few examples.
-        """
+        """Read the samples."""
         pairs = self.part == "json_kv"
         columns = ["context", "question"] if pairs else ["context", "query", "type_needle_v"]
-        table = self.read(columns, self.part)
-        answer = table.first_of(["answer", "outputs"])
-        for number, row in enumerate(table.rows[: self.samples], 1):
-            where = f"{self.name}: `{table.source}` row {number}"
-            require(row, [*columns, answer], where)
-            references = tuple(text for text in texts_of(row[answer]) if text)
+        for number, row, where in islice(self.rows(columns, self.part), self.samples):
+            answers = row.get("answer", row.get("outputs"))
+            references = tuple(text for text in texts_of(answers or []) if text)
             if not references:
-                raise KvtoolError(f"{where}: `{answer}` is empty")
+                raise KvtoolError(f"{where} lacks an `answer` (or `outputs`)")
             before, question, cue = self._pair(row, where) if pairs else self._needle(row)
             turn = Turn(question, references, self.form.new_tokens, cue)
             yield Sample(str(number), before + str(row["context"]), (turn,))
@@ -105,13 +98,10 @@ class Helmet(ShortAnswer):
 
     def _needle(self, row: Mapping[str, Any]) -> tuple[str, str, str]:
         kind, key = row["type_needle_v"], row["query"]
-        if self.form.several:
-            before = _HIDDEN.format(several="Some", kind=kind, are="are")
-            question = f"\n\nWhat are all the special magic {kind} for {key} in the text?"
-            return before, question, f"\nThe special magic {kind} for {key} in the text are"
-        before = _HIDDEN.format(several="A", kind=kind, are="is")
-        question = f"\n\nWhat is the special magic {kind} for {key} in the text?"
-        return before, question, f"\nThe special magic {kind} for {key} in the text is"
+        several, are, all_ = ("Some", "are", " all") if self.form.several else ("A", "is", "")
+        question = f"\n\nWhat {are}{all_} the special magic {kind} for {key} in the text?"
+        cue = f"\nThe special magic {kind} for {key} in the text {are}"
+        return _HIDDEN.format(several=several, kind=kind, are=are), question, cue
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return the percentage of right values that the answer contains, letter case aside."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from string import Formatter
 from typing import Any, ClassVar
 
 import yaml
@@ -32,6 +31,7 @@ from kvtool.evaluation.metrics.text import (
 )
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.data_files import check_file, digest, load_json
+from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.task import Samples
@@ -47,6 +47,7 @@ _METRICS = {
 _RAW = ("context", "input", "answers")
 _JOINED = ("context", "question", "answer_prefix", "answers")
 _JOINED_SPARE = 20  # tokens that the joined data allow on top of LongBench's
+_HERE = "\N{OBJECT REPLACEMENT CHARACTER}kvtool"  # stands for the context
 _BUCKETS = ((4000, "0-4k"), (8000, "4-8k"))
 
 
@@ -79,21 +80,13 @@ def split_prompt(template: str, question: str) -> tuple[str, str]:
         UsageError: the template lacks `{context}`, has it twice, or other fields.
     """
     try:
-        pieces = list(Formatter().parse(template))
-    except ValueError as error:
-        raise UsageError(f"a prompt cannot be read: {str(error).lower()}") from None
-    parts = [""]
-    for literal, name, _, _ in pieces:
-        parts[-1] += literal
-        if name == "context":
-            parts.append("")
-        elif name == "input":
-            parts[-1] += question
-        elif name is not None:
-            raise UsageError(f"a prompt has `{{{name}}}`", hint="fields are {context} and {input}")
-    if len(parts) != 2:
-        raise UsageError(f"a prompt must have {{context}} once, has it {len(parts) - 1} times")
-    return parts[0], parts[1]
+        before, after = template.format(context=_HERE, input=question).split(_HERE)
+    except (ValueError, LookupError, AttributeError) as error:
+        raise UsageError(
+            f"a prompt must have {{context}} once, and {{input}}: {error}",
+            hint="other braces are doubled",
+        ) from None
+    return before, after
 
 
 class LongBench(Asking):
@@ -152,17 +145,12 @@ class LongBench(Asking):
         return self.name.startswith("longbench_e/")
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples; `tokens` are not needed.
-
-        Raises:
-            UsageError: no such data, data of another task, prompts that do not fit.
-            KvtoolError: data that cannot be read, or lack a column.
-        """
+        """Read the samples; `tokens` are not needed."""
         table = self._read()
         self._joined = "answer_prefix" in table.columns
-        table.require(_JOINED if self._joined else _RAW)
-        table.require(["all_classes"] if self.benchmark.metric == "classification" else [])
-        table.require(["length"] if self._extended else [])
+        columns = [*(_JOINED if self._joined else _RAW)]
+        columns += ["all_classes"] if self.benchmark.metric == "classification" else []
+        table.require(columns + (["length"] if self._extended else []))
         prompt, facts = self._prompt(table)
         for index, row in enumerate(table.rows[: self.samples]):
             yield self._sample(index, row, prompt, facts)
@@ -195,26 +183,28 @@ class LongBench(Asking):
 
     def _sample(self, index: int, row: dict[str, Any], prompt: str, shared: Json) -> Sample:
         where = f"{self.name}: row {index + 1}"
-        context = _text(row, "context", where)
-        limit = self.benchmark.max_new_tokens
+        texts = ("context", "question", "answer_prefix") if self._joined else ("context", "input")
+        require(row, (), where, texts)
+        context, limit = row["context"], self.benchmark.max_new_tokens
         if self._joined:
-            question = _text(row, "question", where) + _text(row, "answer_prefix", where)
+            question = row["question"] + row["answer_prefix"]
             limit = row.get("max_new_tokens", limit + _JOINED_SPARE) - _JOINED_SPARE
         else:
-            before, question = split_prompt(prompt, _text(row, "input", where))
+            before, question = split_prompt(prompt, row["input"])
             context = before + context
         facts = dict(shared)
         if self.benchmark.metric == "classification":
             facts["all_classes"] = _texts(row, "all_classes", where)
         answers = _texts(row, "answers", where)
         self.score_answer("", answers, facts)  # one that cannot be scored is refused now
-        return Sample(
-            id=str(row.get("_id") or index),
-            context=context,
-            turns=(Turn(question, tuple(answers), limit),),
-            cell={"length_bucket": _bucket(row["length"], where)} if self._extended else {},
-            facts=facts,
-        )
+        cell = {}
+        if self._extended:
+            words = row["length"]
+            if isinstance(words, bool) or not isinstance(words, (int, float)):
+                raise KvtoolError(f"{where}: column `length` must be a number, got `{words}`")
+            cell["length_bucket"] = next((b for most, b in _BUCKETS if words < most), "8k+")
+        turn = Turn(question, tuple(answers), limit)
+        return Sample(str(row.get("_id") or index), context, (turn,), cell, facts)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return the score against the best reference, from 0 to 100."""
@@ -244,12 +234,6 @@ def _read_template(path: str, task: str, name: str) -> tuple[str, str]:
     return prompts[task], digest(file)
 
 
-def _text(row: dict[str, Any], column: str, where: str) -> str:
-    if not isinstance(row[column], str):
-        raise KvtoolError(f"{where}: column `{column}` holds {type(row[column]).__name__}, no text")
-    return row[column]
-
-
 def _texts(row: dict[str, Any], column: str, where: str) -> list[str]:
     """Return a list of texts, which a single one also is; numbers are written out."""
     value = row[column]
@@ -257,9 +241,3 @@ def _texts(row: dict[str, Any], column: str, where: str) -> list[str]:
     if not values or not all(isinstance(each, (str, int, float)) for each in values):
         raise KvtoolError(f"{where}: column `{column}` must be a list of texts, got `{value}`")
     return [str(each) for each in values]
-
-
-def _bucket(words: Any, where: str) -> str:
-    if isinstance(words, bool) or not isinstance(words, (int, float)):
-        raise KvtoolError(f"{where}: column `length` must be a number of words, got `{words}`")
-    return next((name for limit, name in _BUCKETS if words < limit), "8k+")

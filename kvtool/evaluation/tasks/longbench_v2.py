@@ -10,15 +10,15 @@ wording is our own in its shape, unless its `prompts/0shot.txt` is given.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import ClassVar
 
 from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.code import LETTERS, stated_letter
 from kvtool.evaluation.metrics.text import said
-from kvtool.evaluation.samples.data_files import check_file, digest
-from kvtool.evaluation.samples.questions import require
+from kvtool.evaluation.samples.data_files import Row, check_file, decode_text, digest
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Place
@@ -65,14 +65,26 @@ class LongBenchV2(ShortAnswer):
         """Read the samples.
 
         Raises:
-            UsageError: no data are given, no such file, a prompt that lacks a field.
-            KvtoolError: data that cannot be read, lack a column, or have no such choice.
+            UsageError: no data, or a prompt that lacks a field.
+            KvtoolError: data that lack a column, or have no such choice.
         """
-        table = self.read(_COLUMNS, "data")
-        template, facts = self._template()
-        for number, row in enumerate(table.rows[: self.samples], 1):
-            where = f"{self.name}: `{table.source}` row {number}"
-            yield self._sample(row, number, template, facts, where)
+        (before, after), facts = self._template()
+        filled = {"Q": "question", **{f"C_{letter}": f"choice_{letter}" for letter in LETTERS}}
+        for number, row, where in islice(self.rows(_COLUMNS, "data", _COLUMNS), self.samples):
+            answer = row["answer"].strip()
+            if answer not in tuple(LETTERS):
+                raise KvtoolError(f"{where}: `answer` must be A, B, C or D, got `{answer}`")
+
+            def fill(found: re.Match[str], row: Row = row) -> str:
+                return row[filled[found[1]]].strip()
+
+            yield Sample(
+                str(number),
+                before + row["context"].strip(),
+                (Turn(_FIELD.sub(fill, after), (answer,), _NEW_TOKENS),),
+                {"difficulty": row["difficulty"], "length_bucket": row["length"]},
+                dict(facts),
+            )
 
     def _template(self) -> tuple[tuple[str, str], Json]:
         """Return the texts before and after the context, and the facts of all samples."""
@@ -80,7 +92,7 @@ class LongBenchV2(ShortAnswer):
         if self.prompts is not None:
             file = expand(self.prompts)
             check_file(file, task=f"{self.name}: prompts")
-            text, facts["prompts"] = _read_text(file, self.name), digest(file)
+            text, facts["prompts"] = decode_text(file.read_bytes(), file), digest(file)
         for name in ("DOC", "Q", *(f"C_{letter}" for letter in LETTERS)):
             if text.count(f"${name}$") != 1:
                 raise UsageError(
@@ -96,34 +108,6 @@ class LongBenchV2(ShortAnswer):
             )
         return (before, after), facts
 
-    def _sample(
-        self,
-        row: Mapping[str, Any],
-        number: int,
-        template: tuple[str, str],
-        facts: Json,
-        where: str,
-    ) -> Sample:
-        require(row, _COLUMNS, where)
-        for column in _COLUMNS:
-            if not isinstance(row[column], str):
-                raise KvtoolError(
-                    f"{where}: `{column}` holds {type(row[column]).__name__}, no text"
-                )
-        answer = row["answer"].strip()
-        if answer not in tuple(LETTERS):
-            raise KvtoolError(f"{where}: `answer` must be A, B, C or D, got `{answer}`")
-        before, after = template
-        filled = {"Q": "question", **{f"C_{letter}": f"choice_{letter}" for letter in LETTERS}}
-        question = _FIELD.sub(lambda found: row[filled[found[1]]].strip(), after)
-        return Sample(
-            str(number),
-            before + row["context"].strip(),
-            (Turn(question, (answer,), _NEW_TOKENS),),
-            {"difficulty": row["difficulty"], "length_bucket": row["length"]},
-            dict(facts),
-        )
-
     def places(self, cell: Place) -> list[Place]:
         """Return difficulty and length apart, as the benchmark gives them."""
         return [{name: value} for name, value in cell.items()]
@@ -131,10 +115,3 @@ class LongBenchV2(ShortAnswer):
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if the answer states the right letter, else 0."""
         return 100.0 * (stated_letter(said(prediction)) == references[0])
-
-
-def _read_text(file: Any, name: str) -> str:
-    try:
-        return file.read_text("utf-8-sig")
-    except UnicodeDecodeError:
-        raise UsageError(f"{name}: `{file}` is not UTF-8") from None

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.text import abstains, best, contains, qa_f1, said
-from kvtool.evaluation.samples.questions import require, texts_of
+from kvtool.evaluation.samples.questions import texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 
@@ -47,35 +47,27 @@ class LongMemEval(ShortAnswer):
     """Answer a question from many chats."""
 
     metric: ClassVar[str] = "qa_f1"
-
-    @property
-    def missing(self) -> str | None:
-        """Which file is needed."""
-        return None if self.data else "data: longmemeval_s.json of LongMemEval"
+    file: ClassVar[str] = "longmemeval_s.json of LongMemEval"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Read the samples.
 
         Raises:
-            UsageError: no data are given, no such file, no question that can be scored.
-            KvtoolError: data that cannot be read, lack a column, or hold sessions of another form.
+            UsageError: no data, or no question that can be scored.
+            KvtoolError: data that lack a column, or hold sessions of another form.
         """
-        table = self.read(_COLUMNS, "longmemeval_s")
-        numbered = [
-            (number, row)
-            for number, row in enumerate(table.rows, 1)
-            if row["question_type"] != _JUDGED
-        ]
-        if not numbered:
+        rows = self.rows(_COLUMNS, "longmemeval_s")
+        scored = ((row, where) for _, row, where in rows if row["question_type"] != _JUDGED)
+        found = list(islice(scored, self.samples))
+        if not found:
             raise UsageError(
-                f"{self.name}: `{table.source}` has questions about preferences alone, whose "
-                "answers only a judge can score"
+                f"{self.name}: `{self.data}` has questions about preferences alone, whose answers "
+                "only a judge can score"
             )
-        for number, row in islice(numbered, self.samples):
-            yield self._sample(row, f"{self.name}: `{table.source}` row {number}")
+        for row, where in found:
+            yield self._sample(row, where)
 
     def _sample(self, row: Mapping[str, Any], where: str) -> Sample:
-        require(row, _COLUMNS, where)
         name = str(row["question_id"])
         absent = name.endswith("_abs")
         question = _QUESTION.format(date=row["question_date"], question=row["question"])
@@ -104,23 +96,18 @@ class LongMemEval(ShortAnswer):
 
 
 def _sessions(row: Mapping[str, Any], where: str) -> str:
-    """Return all chats as one text, in the order of their dates.
-
-    Raises:
-        KvtoolError: they are no lists of messages, or not as many as dates.
-    """
-    dates, sessions = row["haystack_dates"], row["haystack_sessions"]
-    if len(dates) != len(sessions):
-        raise KvtoolError(f"{where} has {len(dates)} `haystack_dates`, {len(sessions)} sessions")
+    """Return all chats as one text, in the order of their dates."""
     parts: list[str] = []
+    dated = zip(row["haystack_dates"], row["haystack_sessions"], strict=True)
     try:
-        for date, session in sorted(zip(dates, sessions, strict=True), key=lambda pair: pair[0]):
+        for date, session in sorted(dated, key=lambda pair: pair[0]):
             session_text = "\n\n".join(
                 f"{each['role']}: {each['content'].strip()}" for each in session
             )
             parts.append(f"\n### Chat {len(parts) + 1}, {date}\n\n{session_text}\n")
-    except (AttributeError, KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError):
         raise KvtoolError(
-            f"{where}: `haystack_sessions` are no lists of messages with `role` and `content`"
+            f"{where}: `haystack_sessions` are no lists of messages with `role` and `content`, one "
+            "for each of `haystack_dates`"
         ) from None
     return "".join(parts)

@@ -11,6 +11,7 @@ there; the length is counted by the model's own tokenizer.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
 from typing import Any, ClassVar, Literal
@@ -18,8 +19,6 @@ from typing import Any, ClassVar, Literal
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench.prompts import SPOKEN, transcript
 from kvtool.evaluation.metrics.text import recited, said
-from kvtool.evaluation.samples.data import Rows
-from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Tokens
@@ -46,50 +45,43 @@ class Mrcr(ShortAnswer):
 
     @property
     def conversation(self) -> bool:
-        """Return True: contexts are messages."""
         return True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Read the samples.
 
         Raises:
-            UsageError: no data are given, no such file, no row that is short enough.
-            KvtoolError: data that cannot be read, lack a column, or hold no conversation.
+            UsageError: no data, or no row that is short enough.
+            KvtoolError: data that lack a column, or hold no conversation.
         """
-        table = self.read(_COLUMNS, self.name)
-        found = list(islice(self._fitting(table, tokens), self.samples))
+        longest = tokens.limit if self.longest is None else self.longest
+        fitting = self._fitting(math.inf if longest is None else longest, tokens)
+        found = list(islice(fitting, self.samples))
         if not found:
             row = "no row" if self.needles is None else f"no row with {self.needles} needles"
-            if (longest := self._longest(tokens)) is None:
-                raise UsageError(f"{self.name}: {row} in `{table.source}`")
+            long = "" if longest is None else f" is at most {longest} tokens long, its answer of "
             raise UsageError(
-                f"{self.name}: {row} of `{table.source}` is at most {longest} tokens long, its "
-                f"answer of up to {_NEW_TOKENS} included",
+                f"{self.name}: {row} of `{self.data}`"
+                + (long and f"{long}up to {_NEW_TOKENS} included"),
                 hint="other rows, a model that was trained for more, or a larger `longest`",
             )
         yield from found
 
-    def _longest(self, tokens: TokenCounter) -> int | None:
-        return tokens.limit if self.longest is None else self.longest
-
-    def _fitting(self, table: Rows, tokens: TokenCounter) -> Iterator[Sample]:
-        longest = self._longest(tokens)
-        for number, row in enumerate(table.rows, 1):
-            where = f"{self.name}: `{table.source}` row {number}"
-            require(row, _COLUMNS, where)
+    def _fitting(self, longest: float, tokens: TokenCounter) -> Iterator[Sample]:
+        for number, row, where in self.rows(_COLUMNS, self.name, texts=("answer",)):
             if not isinstance(row["n_needles"], int):
                 raise KvtoolError(f"{where}: `n_needles` is no number: `{row['n_needles']}`")
             if self.needles not in (None, row["n_needles"]):
                 continue
-            if longest is not None and len(row["prompt"]) > _CHARACTERS * longest:
+            if len(row["prompt"]) > _CHARACTERS * longest:
                 continue
             messages, prefix = read_messages(row["prompt"], where), row["random_string_to_prepend"]
             answer = row["answer"]
-            if not isinstance(answer, str) or not answer.startswith(str(prefix)):
+            if not answer.startswith(str(prefix)):
                 raise KvtoolError(f"{where}: `answer` does not begin with `{prefix}`")
             text = transcript(SPOKEN, messages) + answer
             used = tokens.special + tokens.count(text)
-            if longest is not None and used - tokens.count(answer) + _NEW_TOKENS > longest:
+            if used - tokens.count(answer) + _NEW_TOKENS > longest:
                 continue
             yield Sample(
                 str(number),

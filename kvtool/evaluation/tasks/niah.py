@@ -18,11 +18,10 @@ from pydantic import BeforeValidator, Field, PositiveInt
 
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.metrics.text import contains, word_share
-from kvtool.evaluation.samples import facts, needles
-from kvtool.evaluation.samples.fit import fit
+from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
-from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Cell, Drawn, length_of
+from kvtool.evaluation.samples.sample import Json, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Cell, Draft, Filled, Rng, length_of
 from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens
@@ -37,21 +36,16 @@ def _percentages(given: Any) -> list[float]:
         if isinstance(value, str) and ("," in value or "%" in value):
             value = value.split(",")
         if isinstance(value, (str, int)) and not isinstance(value, bool):
-            count = int(value)
-            if not 1 <= count <= _MOST_DEPTHS:
-                raise UsageError(f"depths must be 1 to {_MOST_DEPTHS}, got {quote(value)}")
-            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50]
+            count = int(value) if int(value) <= _MOST_DEPTHS else 0
+            value = np.linspace(0, 100, count).round(1).tolist() if count > 1 else [50] * count
         depths = [_percentage(depth) for depth in value]
-    except UsageError:
-        raise
     except (TypeError, ValueError, OverflowError):
-        message = f"depths must be a number or percentages, got {quote(given)}"
-        raise UsageError(message) from None
-    if not depths:
-        raise UsageError("depths must be 1 or more, got 0")
-    for depth in depths:
-        if not 0 <= depth <= 100:
-            raise UsageError(f"depth {depth:g} is not from 0 to 100 percent")
+        depths = []
+    if not depths or not all(0 <= depth <= 100 for depth in depths):
+        raise UsageError(
+            f"depths must be a number up to {_MOST_DEPTHS} or percentages from 0 to 100, "
+            f"got {quote(given)}"
+        )
     return list(dict.fromkeys(depths))
 
 
@@ -63,7 +57,7 @@ Depths = Annotated[tuple[float, ...], BeforeValidator(_percentages)]
 """Percentages (`50%`, `0,50,100` or `[0, 50, 100]`), or how many of them from 0 to 100."""
 
 
-class Hidden(Drawn):
+class Hidden(Filled):
     """Find one fact in a text.
 
     Attributes:
@@ -92,21 +86,18 @@ class Hidden(Drawn):
             for depth in self.depths:
                 yield {"length": length, "depth": int(depth) if depth == int(depth) else depth}
 
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
-        """Hide one needle."""
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
         needle, turn = self.plant(rng)
         sentences = haystack(self.haystack).draw(rng, length_of(cell))
 
-        def build(count: int) -> Sample:
+        def build(count: int) -> tuple[str, Sequence[Turn]]:
             text = insert(sentences[:count], [needle], [float(cell["depth"])], tokens)
-            return Sample(name, "".join(text), (turn,), cell)
+            return "".join(text), [turn]
 
-        return fit(build, costs(sentences, tokens), length_of(cell), tokens, self.name)
+        return Draft(build, costs(sentences, tokens))
 
     @abstractmethod
-    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
+    def plant(self, rng: Rng) -> tuple[str, Turn]:
         """Draw a needle and the question about it."""
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
@@ -129,8 +120,7 @@ class Needle(Hidden):
 
     digits: Annotated[PositiveInt, Field(le=_MOST_DIGITS)] = needles.DIGITS
 
-    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
-        """Draw a number and the question about it."""
+    def plant(self, rng: Rng) -> tuple[str, Turn]:
         keys, values = needles.draw_keys(rng, 1), needles.draw_numbers(rng, 1, self.digits)
         return needles.state(keys[0], values[0]), needles.ask(keys, values, _NEW_TOKENS)
 
@@ -142,8 +132,7 @@ class PassKey(Needle):
     our own.
     """
 
-    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
-        """Draw a pass key and the question about it."""
+    def plant(self, rng: Rng) -> tuple[str, Turn]:
         (number,) = needles.draw_numbers(rng, 1, self.digits)
         stated = f" The pass key is {number}. Remember it: {number} is the pass key."
         question = "\n Question: What is the pass key? Answer:"
@@ -153,7 +142,6 @@ class PassKey(Needle):
 class City(Hidden):
     """Find the city that a person lives in: one word, which small models can read off, too."""
 
-    def plant(self, rng: np.random.Generator) -> tuple[str, Turn]:
-        """Draw a name, a city and the question about them."""
-        name, city = facts.draw_fact(rng)
-        return facts.state(name, city), facts.ask(name, city)
+    def plant(self, rng: Rng) -> tuple[str, Turn]:
+        name, city = needles.draw_home(rng)
+        return needles.state_home(name, city), needles.ask_home(name, city)

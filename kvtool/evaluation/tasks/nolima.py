@@ -24,7 +24,6 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.text import said
 from kvtool.evaluation.samples.fit import fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
-from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.niah import Depths
@@ -74,29 +73,16 @@ class NoLiMa(ShortAnswer):
     haystack: str = "builtin"
 
     metric: ClassVar[str] = "accuracy"
+    file: ClassVar[str] = "needlesets/needle_set.json of NoLiMa"
 
     @property
     def version(self) -> int:
         return samples_version(self.haystack)
 
-    @property
-    def missing(self) -> str | None:
-        """Which file is needed."""
-        return None if self.data else "data: needlesets/needle_set.json of NoLiMa"
-
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Hide every needle at every length and depth.
-
-        Raises:
-            UsageError: no such file, a length that is too short.
-            KvtoolError: the file has another form.
-        """
-        table = self.read(_COLUMNS, "needle_set")
-        tests = [
-            test
-            for number, row in enumerate(table.rows, 1)
-            for test in read_tests(row, f"{self.name}: `{table.source}` entry {number}")
-        ]
+        """Hide every needle at every length and depth."""
+        rows = self.rows(_COLUMNS, "needle_set")
+        tests = [test for _, row, where in rows for test in read_tests(row, where)]
         for length in self.lengths:
             for depth in self.depths:
                 for test in tests[: self.samples]:
@@ -131,7 +117,6 @@ def read_tests(row: Mapping[str, Any], where: str) -> list[HiddenFact]:
     Raises:
         KvtoolError: it lacks something, or has a form that is not read here.
     """
-    require(row, _COLUMNS, where)
     if row.get("distractors"):
         raise KvtoolError(f"{where} has `distractors`, which are not read; use needle_set.json")
     template = row.get("task_template") or _TEMPLATE

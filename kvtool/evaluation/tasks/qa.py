@@ -9,10 +9,11 @@ articles).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import ClassVar
 
 from kvtool.evaluation.metrics.text import answer_words, best, first_line, qa_f1, said
-from kvtool.evaluation.samples.questions import require, texts_of
+from kvtool.evaluation.samples.questions import texts_of
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Tokens
@@ -30,22 +31,11 @@ class Questions(ShortAnswer):
     max_new_tokens: Tokens = 32
 
     metric: ClassVar[str] = "qa_f1"
-
-    @property
-    def missing(self) -> str | None:
-        """Which file is needed."""
-        return None if self.data else "data: a file with context, question and answers in each row"
+    file: ClassVar[str] = "a file with context, question and answers in each row"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples.
-
-        Raises:
-            UsageError: no data are given, or there is no such file.
-            KvtoolError: data that cannot be read, or lack a column.
-        """
-        table = self.read(_COLUMNS, "qa")
-        for number, row in enumerate(table.rows[: self.samples], 1):
-            require(row, _COLUMNS, f"{self.name}: `{table.source}` row {number}")
+        """Read the samples."""
+        for number, row, _ in islice(self.rows(_COLUMNS, "qa"), self.samples):
             asked = f"\n\nQuestion: {row['question']}\n"
             turn = Turn(asked, texts_of(row["answers"]), self.max_new_tokens, "Answer:")
             yield Sample(str(row.get("id", number)), str(row["context"]).strip(), (turn,))

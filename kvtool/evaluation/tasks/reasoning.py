@@ -145,26 +145,19 @@ class Reasoning(Read):
         return True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the problems.
-
-        Raises:
-            UsageError: no data are given, or there is no such file.
-            KvtoolError: data that cannot be read, lack a column, or hold an answer of another form.
-        """
+        """Read the problems."""
         table = self.read([], self.name)
         asked, wanted = table.first_of(_QUESTION), table.first_of(_ANSWER)
         for number, row in enumerate(table.rows[: self.questions], 1):
             where = f"{self.name}: `{table.source}` row {number}"
-            problem, answer = row[asked], row[wanted]
-            if not isinstance(problem, str) or not problem.strip():
-                raise KvtoolError(f"{where}: `{asked}` holds no text")
-            if not isinstance(answer, (str, int, float)) or not str(answer).strip():
-                raise KvtoolError(f"{where}: `{wanted}` holds no answer")
+            for column in (asked, wanted):
+                if not isinstance(row[column], (str, int, float)) or not str(row[column]).strip():
+                    raise KvtoolError(f"{where}: `{column}` holds no text")
             try:
-                reference = self.form.reference(str(answer))
+                reference = self.form.reference(str(row[wanted]))
             except ValueError as error:
                 raise KvtoolError(f"{where}: `{wanted}` {error}") from None
-            text = problem.strip() + self.form.instruction
+            text = str(row[asked]).strip() + self.form.instruction
             turn = Turn(text, (reference,), self._new_tokens(text, tokens))
             level = row.get("level")
             cell = {"level": level} if isinstance(level, (int, str)) else {}

@@ -17,7 +17,6 @@ contain: they must be words of the answer, in capitals.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,10 +25,10 @@ import numpy as np
 
 from kvtool.evaluation.metrics.text import words_match_all
 from kvtool.evaluation.samples import needles
-from kvtool.evaluation.samples.fit import fit
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
-from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Cell, Ruler, length_of
+from kvtool.evaluation.samples.random_data import assignments
+from kvtool.evaluation.samples.sample import Json, TokenCounter, Turn
+from kvtool.evaluation.tasks.asking import Cell, Draft, Rng, Ruler, length_of
 from kvtool.models.reference.vocabulary import VARIABLES
 
 _NEW_TOKENS = 128
@@ -37,7 +36,7 @@ _DEPTHS = np.linspace(0, 100, 40)
 _TRIED = 16
 
 
-_Draw = Callable[[np.random.Generator, int], list[str]]
+_Draw = Callable[[Rng, int], list[str]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class Form:
     draw_keys: _Draw = needles.draw_keys
     draw_values: _Draw = needles.draw_numbers
 
-    def state(self, rng: np.random.Generator, count: int) -> tuple[list[str], list[str], list[str]]:
+    def state(self, rng: Rng, count: int) -> tuple[list[str], list[str], list[str]]:
         """Draw `count` keys and their values, and state each value."""
         keys = self.draw_keys(rng, count)
         values = self.draw_values(rng, count * self.values)
@@ -86,10 +85,7 @@ class RulerNeedles(Ruler):
     def version(self) -> int:
         return samples_version(self.haystack)
 
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
-        """Hide needles in sentences, or one needle among others."""
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
         form, length = FORMS[self.name.removeprefix("ruler/")], length_of(cell)
         others = _most_needles(rng, form, length, tokens) if form.haystack == "needles" else 0
         keys, values, stated = form.state(rng, form.keys + others)
@@ -104,14 +100,13 @@ class RulerNeedles(Ruler):
             filler = haystack(source).draw(rng, length)
             weights = costs(filler, tokens)
 
-        def build(count: int) -> Sample:
-            text = insert(filler[:count], stated[:planted], depths, tokens)
-            return Sample(name, "".join(text), (asked,), cell)
+        def build(count: int) -> tuple[str, Sequence[Turn]]:
+            return "".join(insert(filler[:count], stated[:planted], depths, tokens)), [asked]
 
-        return fit(build, weights, length, tokens, self.name)
+        return Draft(build, weights)
 
 
-def _most_needles(rng: np.random.Generator, form: Form, length: int, tokens: TokenCounter) -> int:
+def _most_needles(rng: Rng, form: Form, length: int, tokens: TokenCounter) -> int:
     """Return a tenth more needles than would fit, were all like some that are tried."""
     _, _, tried = form.state(rng, _TRIED)
     return 11 * length * _TRIED // (10 * tokens.count("".join(tried)))
@@ -125,15 +120,11 @@ _SMALLEST, _LARGEST = 10_000, 99_998
 class VariableTracking(Ruler):
     """Name the five variables that hold a value."""
 
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
-        """Hide a chain of assignments in noise, in order."""
-        length = length_of(cell)
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
         value = int(rng.integers(_SMALLEST, _LARGEST + 1))
         names = rng.choice(VARIABLES, _HOPS + 1, replace=False).tolist()
         depths = np.sort(rng.uniform(0, 100, len(names))).tolist()
-        noise = haystack("noise").draw(rng, length)
+        noise = haystack("noise").draw(rng, length_of(cell))
         turn = Turn(
             f"\n Question: Which variables have the value {value}? Answer:",
             tuple(names),
@@ -141,22 +132,12 @@ class VariableTracking(Ruler):
             f" The variables with the value {value}:",
         )
 
-        def build(count: int) -> Sample:
+        def build(count: int) -> tuple[str, Sequence[Turn]]:
             text = insert(noise[:count], assignments(value, names), depths, tokens)
-            return Sample(name, "".join(text), (turn,), cell)
+            return "".join(text), [turn]
 
-        return fit(build, costs(noise, tokens), length, tokens, self.name)
+        return Draft(build, costs(noise, tokens))
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return the percentage of names that are words of the answer."""
         return 100 * words_match_all(prediction, references)
-
-
-def assignments(value: int, names: Sequence[str]) -> list[str]:
-    """State that a value goes to the first name and from each name on to the next.
-
-    >>> assignments(48213, ["BA", "CE"])
-    [' The value 48213: BA.', ' The value from BA: CE.']
-    """
-    first = f" The value {value}: {names[0]}."
-    return [first, *(f" The value from {a}: {b}." for a, b in itertools.pairwise(names))]

@@ -16,9 +16,9 @@ from functools import lru_cache
 import numpy as np
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.samples.fit import fit, needed_tokens
+from kvtool.evaluation.samples.fit import needed_tokens
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Cell, Ruler, length_of
+from kvtool.evaluation.tasks.asking import Cell, Draft, Rng, Ruler, length_of
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS, VERBS
 
 _COMMON = 10
@@ -40,21 +40,17 @@ class CommonWords(Ruler):
     A worked example comes first, from 4096 tokens on and if the common words still fit.
     """
 
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
         """Draw a list, of made-up words as well if it is longer than the others make it."""
         length = length_of(cell)
         seldom = _times(length)[1]
-        known = len(_known_words())
-        build = _list_builder(rng, name, cell, draw_words(rng, known))
-        if needed_tokens(build(known, False), tokens) <= length:
+        most = known = len(_known_words())
+        build = _list_builder(rng, length, draw_words(rng, known))
+        if needed_tokens(Sample("", *build(known, False)), tokens) <= length:
             most = length // (seldom * (tokens.count(" 1. a" * 100) // 100)) + 1
-            build = _list_builder(rng, name, cell, draw_words(rng, most))
-        else:
-            most = known
-        example = length >= _LONG and needed_tokens(build(0, True), tokens) <= length
-        return fit(lambda n: build(n, example), [seldom] * most, length, tokens, self.name)
+            build = _list_builder(rng, length, draw_words(rng, most))
+        example = length >= _LONG and needed_tokens(Sample("", *build(0, True)), tokens) <= length
+        return Draft(lambda n: build(n, example), [seldom] * most, {"example": example})
 
 
 def _times(length: int) -> tuple[int, int]:
@@ -63,10 +59,10 @@ def _times(length: int) -> tuple[int, int]:
 
 
 def _list_builder(
-    rng: np.random.Generator, name: str, cell: Cell, words: list[str]
-) -> Callable[[int, bool], Sample]:
+    rng: Rng, length: int, words: list[str]
+) -> Callable[[int, bool], tuple[str, tuple[Turn, ...]]]:
     """Return what lists the common words and the first n others, with an example or without."""
-    often, seldom = _times(length_of(cell))
+    often, seldom = _times(length)
     shown, words = words[:_EXAMPLE_WORDS], words[_EXAMPLE_WORDS:]
     common, others = words[:_COMMON], words[_COMMON:]
     worked = _example(rng, shown)
@@ -74,15 +70,14 @@ def _list_builder(
     question, cue = _common_question()
     turn = Turn(question, tuple(common), _COMMON_TOKENS, cue)
 
-    def build(count: int, example: bool) -> Sample:
+    def build(count: int, example: bool) -> tuple[str, tuple[Turn, ...]]:
         listed = _shuffled(order, common, often, others[:count], seldom)
-        context = worked + listed if example else listed
-        return Sample(name, context, (turn,), cell, {"example": example})
+        return worked + listed if example else listed, (turn,)
 
     return build
 
 
-def _example(rng: np.random.Generator, words: list[str]) -> str:
+def _example(rng: Rng, words: list[str]) -> str:
     often, seldom = _EXAMPLE_TIMES
     order = int(rng.integers(2**32))
     listed = _shuffled(order, words[:_COMMON], often, words[_COMMON:], seldom)
@@ -103,7 +98,7 @@ def _numbered(words: list[str]) -> str:
     return "".join(f" {number}. {word}" for number, word in enumerate(words, 1))
 
 
-def draw_words(rng: np.random.Generator, count: int) -> list[str]:
+def draw_words(rng: Rng, count: int) -> list[str]:
     """Draw different words, made-up ones among them only if there are too few others.
 
     Raises:
@@ -122,7 +117,7 @@ def _known_words() -> list[str]:
     return [a for a in words if not any(a != b and (a in b or b in a) for b in words)]
 
 
-def _made_up(rng: np.random.Generator, count: int, avoided: re.Pattern[str]) -> list[str]:
+def _made_up(rng: Rng, count: int, avoided: re.Pattern[str]) -> list[str]:
     size = len(_SYLLABLES)
     found: list[str] = []
     for index in rng.permutation(size**3).tolist():
@@ -141,10 +136,7 @@ class FrequentWords(Ruler):
     asked for. The list is never so long that the fourth and fifth are equally frequent.
     """
 
-    def draw_one(
-        self, rng: np.random.Generator, name: str, cell: Cell, tokens: TokenCounter
-    ) -> Sample:
-        """Draw coded words and their order."""
+    def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:
         length = length_of(cell)
         words = [_DOTS, *_codes(rng, max(length // 50, _ASKED.stop) - 1)]
         order = int(rng.integers(2**32))
@@ -156,16 +148,15 @@ class FrequentWords(Ruler):
             f" The {asked} are:",
         )
 
-        def build(count: int) -> Sample:
+        def build(count: int) -> tuple[str, tuple[Turn, ...]]:
             counts = frequencies(_FEWEST + count, len(words))
             listed = np.random.default_rng(order).permutation(np.repeat(words, counts))
-            return Sample(name, f" Words: {' '.join(listed)}", (turn,), cell)
+            return f" Words: {' '.join(listed)}", (turn,)
 
-        weight = tokens.count(f" {words[1]}")
-        return fit(build, [weight] * (length + len(words)), length, tokens, self.name)
+        return Draft(build, [tokens.count(f" {words[1]}")] * (length + len(words)))
 
 
-def _codes(rng: np.random.Generator, count: int) -> list[str]:
+def _codes(rng: Rng, count: int) -> list[str]:
     codes: dict[str, None] = {}
     while len(codes) < count:
         codes["".join(_LETTERS[i] for i in rng.integers(0, len(_LETTERS), _CODE_LETTERS))] = None

@@ -21,7 +21,7 @@ class Codec:
 
     Attributes:
         code_bits: of one channel.
-        kernel_form: the form of `kvtool.kernels.kind.CODES` in which kernels read the codes; None:
+        kernel_form: the form in `kvtool.kernels.checks.CODES` in which kernels read codes; None:
             plain torch reads them. A class that writes its own `decode` names its own form; from
             outside the package it runs in plain torch, which checks what `decode` returns.
     """

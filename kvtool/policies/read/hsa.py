@@ -19,8 +19,7 @@ from typing import ClassVar
 
 from kvtool.kernels.tables import row_product
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
-from kvtool.maths.pages import pages_of
+from kvtool.maths.estimates import heaviest_channels, pages_of, partial_scale, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.maths.basis import moments, principal_components
-from kvtool.maths.channels import put_column
+from kvtool.maths.estimates import moments, principal_components, put_column
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvtool.lazy_torch import Tensor
-from kvtool.maths.pages import page_bounds, pages_of, widen_page, widen_pages
+from kvtool.maths.estimates import page_bounds, pages_of, widen_page, widen_pages
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import PerRow, RowsRead
 from kvtool.policies.read.view import Stored, fixed

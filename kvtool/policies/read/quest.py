@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from kvtool.kernels.tables import page_scores
 from kvtool.lazy_torch import torch
-from kvtool.maths.pages import pages_of
+from kvtool.maths.estimates import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows

@@ -19,7 +19,7 @@ from typing import ClassVar
 from kvtool.errors import UsageError
 from kvtool.kernels.tables import row_product
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.maths.channels import heaviest_channels, partial_scale, put_column, take_channels
+from kvtool.maths.estimates import heaviest_channels, partial_scale, put_column, take_channels
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.read.rows import (

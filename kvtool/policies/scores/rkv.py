@@ -18,7 +18,7 @@ from typing import ClassVar
 
 from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.maths.votes import pool_votes
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count, HeadSizes, State

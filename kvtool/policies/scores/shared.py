@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, Protocol
 
 from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor
-from kvtool.maths.votes import pool_votes
+from kvtool.maths.selection import pool_votes
 from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
 from kvtool.policies.numbers import Count, State, half, minimum
 from kvtool.policies.parts import Evidence, Positions, Score, SlotView

@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from kvtool.kernels.checks import QUANTISED, comparisons
-from kvtool.kernels.kind import CODES, Family, Kind
+from kvtool.kernels.checks import CODES, QUANTISED, Family, Kind, comparisons
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
 from recipes.benchmarks.gpu.results import Case, Record, Skip, Wrong
@@ -241,7 +240,7 @@ def _codes(forms: tuple[str, str], settings: Settings):
 
 
 def _pages(settings: Settings):
-    from kvtool.kernels.page_scores import page_scores
+    from kvtool.kernels.read_tables import page_scores
 
     kv_heads, heads, dim, slots, _ = _layer(settings)
     query = _draw(settings, 1, kv_heads, heads // kv_heads, dim)
@@ -250,7 +249,7 @@ def _pages(settings: Settings):
 
 
 def _products(settings: Settings):
-    from kvtool.kernels.row_product import row_product
+    from kvtool.kernels.read_tables import row_product
 
     kv_heads, heads, dim, slots, _ = _layer(settings)
     part = _draw(settings, 1, kv_heads, heads // kv_heads, dim // 4)

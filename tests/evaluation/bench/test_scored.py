@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvtool.documents.settings import Protocol
-from kvtool.evaluation.bench import scored
+from kvtool.evaluation.bench import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.models.load import load
@@ -80,7 +80,7 @@ def test_right_tokens_end_at_the_first_wrong_one(loaded, samples, monkeypatch):
         likeliest[0, 2] += 1
         return torch.zeros(1, ids.shape[1]), likeliest
 
-    monkeypatch.setattr(scored, "token_scores", all_but_the_third)
+    monkeypatch.setattr(ask, "token_scores", all_but_the_third)
     records, _ = measure(loaded, samples, "full", answers="scored")
     assert {record["turns"][0]["right_tokens"] for record in records} == {2}
 

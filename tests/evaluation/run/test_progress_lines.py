@@ -1,6 +1,6 @@
 """Lines that say how far a run is, and how much work it is."""
 
-from kvtool.evaluation.run.progress_lines import ProgressLines, work_in_words
+from kvtool.evaluation.measure import ProgressLines, work_in_words
 from kvtool.evaluation.run.runner import Job, Measurement
 from kvtool.evaluation.samples.sample import Sample
 from tests.evaluation.echo import Echo

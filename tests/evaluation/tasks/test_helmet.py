@@ -98,11 +98,11 @@ def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
     for name, changes, message in [
         ("json_kv", {"demos": PAIRS["demos"][:1]}, "row 1 lacks 2 pairs of key and value in"),
         ("json_kv", {"demos": ["ab", "cd"]}, "row 1 lacks 2 pairs of key and value in `demos`"),
-        ("json_kv", {"answer": []}, "row 1 lacks `answer`"),
-        ("json_kv", {"answer": ""}, "row 1: `answer` is empty"),
+        ("json_kv", {"answer": []}, "row 1 lacks an `answer` (or `outputs`)"),
+        ("json_kv", {"answer": ""}, "row 1 lacks an `answer`"),
         ("json_kv", {"question": "gone"}, "lacks column `question`"),
         ("ruler_niah_mk_2", {"type_needle_v": "gone"}, "lacks column `type_needle_v`"),
-        ("ruler_niah_mk_2", {"answer": "gone"}, "lacks column `answer` or `outputs`; it has:"),
+        ("ruler_niah_mk_2", {"answer": "gone"}, "row 1 lacks an `answer`"),
         ("ruler_niah_mk_2", {"query": None}, "row 1 lacks `query`"),
     ]:
         row = {key: value for key, value in {**ROWS[name], **changes}.items() if value != "gone"}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.tasks.infinitebench_files import FORMS, speaks
+from kvtool.evaluation.tasks.infinitebench import FORMS, speaks
 from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS
 

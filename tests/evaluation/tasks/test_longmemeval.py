@@ -129,7 +129,7 @@ def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
     for changes, message in [
         ({"haystack_sessions": "gone"}, "lacks column `haystack_sessions`"),
         ({"answer": None}, "row 1 lacks `answer`"),
-        ({"haystack_dates": ["2023"]}, "row 1 has 1 `haystack_dates`, 2 sessions"),
+        ({"haystack_dates": ["2023"]}, "`content`, one for each of `haystack_dates`"),
         ({"haystack_sessions": [["a"], ["b"]]}, "are no lists of messages with `role` and"),
         ({"haystack_sessions": [[{"role": "user"}], []]}, "are no lists of messages with `role`"),
     ]:

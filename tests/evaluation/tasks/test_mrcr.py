@@ -99,9 +99,9 @@ def test_rows_are_chosen_by_needles_and_by_length(tmp_path):
     assert [s.id for s in make(tmp_path, *rows, longest="4K").draw(WORDS)] == ["1", "2"]
     short = TokenCounter(WORDS.encode, WORDS.decode, limit=4096)
     assert [s.id for s in make(tmp_path, *rows).draw(short)] == ["1", "2"]
-    with pytest.raises(UsageError, match=r"no row with 8 needles of `mrcr\.jsonl` is at most 4096"):
+    with pytest.raises(UsageError, match=r"8 needles of `.*mrcr\.jsonl` is at most 4096"):
         list(make(tmp_path, *rows, needles=8).draw(short))
-    with pytest.raises(UsageError, match=r"no row with 8 needles in `mrcr\.jsonl`"):
+    with pytest.raises(UsageError, match=r"no row with 8 needles of `.*mrcr\.jsonl`"):
         list(make(tmp_path, *rows, needles=8).draw(WORDS))
 
 

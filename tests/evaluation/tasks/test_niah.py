@@ -10,8 +10,8 @@ from kvtool.cache.hooks.attach import attach
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.samples.facts import CITIES
-from kvtool.evaluation.samples.facts import NAMES as NAMES_OF_PEOPLE
+from kvtool.evaluation.samples.needles import CITIES
+from kvtool.evaluation.samples.needles import NAMES as NAMES_OF_PEOPLE
 from kvtool.evaluation.samples.sample import token_counter
 from kvtool.models.load import load
 from kvtool.planning.variants import Variant
@@ -93,17 +93,8 @@ def test_depths_are_a_number_or_percentages():
 
 
 def test_refuses_depths_without_meaning():
-    for depths, message in [
-        (0, "depths must be 1 to 1001, got `0`"),
-        ([101], "depth 101 is not from 0 to 100 percent"),
-        ([-1], "depth -1 is not from 0 to 100 percent"),
-        ("50%%", "depths must be a number or percentages, got `50%%`"),
-        ("150%", "depth 150 is not from 0 to 100 percent"),
-        ("deep", "depths must be a number or percentages, got `deep`"),
-        (None, "depths must be a number or percentages, got `None`"),
-        ([], "depths must be 1 or more, got 0"),
-    ]:
-        with pytest.raises(ValidationError, match=message):
+    for depths in (0, -1, 1002, [101], [-1], "50%%", "150%", "deep", None, []):
+        with pytest.raises(ValidationError, match="depths must be a number up to 1001 or perce"):
             make("niah", depths=depths)
 
 

@@ -126,12 +126,12 @@ def test_a_book_is_read_from_a_file(tmp_path):
 def test_needle_sets_of_another_form_are_refused_in_a_line(tmp_path):
     for changes, message in [
         ({"tests": "gone"}, "lacks column `tests`"),
-        ({"needle": None}, "entry 1 lacks `needle`"),
+        ({"needle": None}, "row 1 lacks `needle`"),
         ({"tests": {"T1": {"input_args": ["a"]}}}, "`tests` need `input_args`, one for each"),
         ({"tests": {"T1": {}}}, "`tests` need `input_args`, one for each number"),
-        ({"character_set": None}, "entry 1 has neither `character_set` nor `gold_answers`"),
+        ({"character_set": None}, "row 1 has neither `character_set` nor `gold_answers`"),
         ({"task_template": "{question} {haystack}"}, "must have {haystack}, and then {question}"),
-        ({"distractors": {"onehop": "No."}}, "entry 1 has `distractors`, which are not read"),
+        ({"distractors": {"onehop": "No."}}, "row 1 has `distractors`, which are not read"),
     ]:
         needle = {key: value for key, value in {**NEEDLE, **changes}.items() if value != "gone"}
         with pytest.raises(KvtoolError, match=re.escape(message)) as caught:

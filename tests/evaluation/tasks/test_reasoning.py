@@ -144,7 +144,7 @@ def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
             "row 1: `answer` has no `#### NUMBER`",
         ),
         ("gsm8k", {"question": None, "answer": "#### 1"}, "row 1: `question` holds no text"),
-        ("math500", {"problem": "?", "answer": None}, "row 1: `answer` holds no answer"),
+        ("math500", {"problem": "?", "answer": None}, "row 1: `answer` holds no text"),
         ("aime24", {"problem": "?", "answer": "1000"}, "whole number from 0 to 999: `1000`"),
         ("aime25", {"problem": "?", "answer": "1/2"}, "whole number from 0 to 999: `1/2`"),
     ]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.tasks.scbench_files import FORMS
+from kvtool.evaluation.tasks.scbench import FORMS
 from tests.evaluation.tasks import drawing
 from tests.evaluation.tasks.counters import WORDS
 
@@ -93,7 +93,7 @@ def test_questions_follow_the_context_and_right_answers_score_100_and_wrong_ones
     assert score(task, sample, right)["score"] == pytest.approx(100)
     assert score(task, sample, [WRONG[name]] * len(right))["score"] == 0
     assert score(task, sample, [""] * len(right))["score"] == 0
-    if len(FORMS[name].kinds) == 1:  # the mean over turns
+    if len(FORMS[name]) == 1:  # the mean over turns
         assert score(task, sample, [right[0], WRONG[name]]) == {"score": pytest.approx(50)}
 
 

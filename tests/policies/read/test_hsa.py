@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
+from kvtool.maths.estimates import heaviest_channels, partial_scale, take_channels
 from kvtool.planning.rocketkv_stages import plan_rocketkv
 from kvtool.policies.read.exact_topk import ExactTopK
 from kvtool.policies.read.hsa import HSA

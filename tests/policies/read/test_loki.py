@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from kvtool.maths.basis import moments, principal_components
+from kvtool.maths.estimates import moments, principal_components
 from kvtool.policies.read.loki import Loki
 from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import chosen, make_view, random_case, same_tables

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.maths.channels import heaviest_channels, partial_scale, take_channels
+from kvtool.maths.estimates import heaviest_channels, partial_scale, take_channels
 from kvtool.policies.read.sparq import SparQ
 from kvtool.policies.read.view import StepBudget
 from tests.policies.read.trial import (

@@ -16,15 +16,14 @@ from kvtool.cache.tensor_files.tensor_file import digest_of_file, write_tensors
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.profile import HeadsFile, Metrics, ProfileData, ProfileDocument
 from kvtool.errors import UsageError
-from kvtool.evaluation.asked_texts import draw_asked, is_task
+from kvtool.evaluation.profile_texts import draw_asked, draw_texts, is_task
 from kvtool.evaluation.run.environment import without_home
-from kvtool.evaluation.samples.profile_texts import draw_texts
 from kvtool.model_shape import trained_length
 from kvtool.models.attached import ModelSource
 from kvtool.models.folder import REFERENCE
 from kvtool.profiling.answer_loss import AskedText, answer_loss, head_losses
 from kvtool.profiling.measure import measure
-from kvtool.profiling.memory import memory_table
+from kvtool.profiling.memory_table import memory_table
 from kvtool.profiling.request import Plan, ProfileRequest
 from kvtool.profiling.summary import summarise
 from kvtool.watcher import Watcher
