@@ -167,7 +167,9 @@ def plan(
         name: None if each is None else str(each) for name, each in given.items()
     }
     profile, named = _read_source(source)
-    settings = checked(PlanSettings, {"policy": UNSAID, **settings, **targets})
+    policy = settings.get("policy")
+    asked_policy = {"policy": UNSAID if policy is None else policy}
+    settings = checked(PlanSettings, settings | targets | asked_policy)
     _ = PlanSettings(policy=settings["policy"], **targets).target
     model = _read_model(named if model is None else model, settings.get("dtype"))
     asked = PlanSettings(**settings | model | {"profile": profile})
