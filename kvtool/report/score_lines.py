@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -55,19 +56,58 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class HeldPoint:
-    """What a variant holds and scores on one task.
+    """What a variant holds, or its budget, and its score on one task.
 
     Attributes:
-        bytes: buffers of keys and values and the policy's own numbers, the mean of the samples.
+        bytes: buffers of keys and values and the policy's own numbers, the mean of the samples; in
+            a picture over budgets, the budget.
+        value: None where it has no score.
         whisker: the ends of its 95 % interval.
         comparable: whether it was fed like the full cache, so that both compare.
     """
 
     variant: VariantEntry
     bytes: float
-    value: float
-    whisker: tuple[float, float] | None
-    comparable: bool
+    value: float | None
+    whisker: tuple[float, float] | None = None
+    comparable: bool = True
+
+
+Lines = list[tuple[Family, list[HeldPoint]]]
+"""The points of each policy."""
+
+
+def _draw_lines(
+    panel: Axes,
+    document: ResultsDocument,
+    lines: Lines,
+    place: Mapping[str, float],
+    x: Mapping[str, float],
+) -> None:
+    """Draw a line for each policy; `place` is where variants compare, `x` where they are drawn."""
+    look = looks(document)
+    pieces = covered(
+        [{place[each.variant.name]: each.value for each in found} for _, found in lines],
+        [look[family.label].colour for family, _ in lines],
+    )
+    for (family, found), hidden in zip(lines, pieces, strict=True):
+        if family.is_full and found:
+            panel.axhline(found[0].value, label=family.label, **FULL_LINE)
+            panel.plot([x[found[0].variant.name]], [found[0].value], "*", color="black", zorder=4)
+        if family.is_full or not found:
+            continue
+        known = [each for each in found if each.value is not None]
+        line = {place[each.variant.name]: (x[each.variant.name], each.value) for each in known}
+        widen_covered(panel, line, hidden, look[family.label].colour)
+        draw_points(
+            panel,
+            [x[each.variant.name] for each in found],
+            [each.value for each in found],
+            [each.whisker for each in found],
+            look[family.label],
+            family.long_label,
+            hollow=not all(each.comparable for each in found),
+        )
 
 
 def held_tasks(document: ResultsDocument) -> list[str]:
@@ -135,33 +175,13 @@ def _draw_bytes(
     x = {point.variant.name: place for point, place in zip(points, moved, strict=True)}
     _draw_front(panel, front_of(points, lower_is_better=some.lower_is_better), x)
     by_name = {point.variant.name: point for point in points}
-    look = looks(document)
-    drawn = [
+    lines = [
         (family, [by_name[each.name] for each in family.variants if each.name in by_name])
         for family in families(document)
     ]
-    drawn = [(family, found) for family, found in drawn if found]
-    place = _near_places(points)
-    pieces = covered(
-        [{place[each.variant.name]: each.value for each in found} for _, found in drawn],
-        [look[family.label].colour for family, _ in drawn],
-    )
-    for (family, found), hidden in zip(drawn, pieces, strict=True):
-        if family.is_full:
-            panel.axhline(found[0].value, label=family.label, **FULL_LINE)
-            panel.plot([x[found[0].variant.name]], [found[0].value], "*", color="black", zorder=4)
-            continue
-        line = {place[each.variant.name]: (x[each.variant.name], each.value) for each in found}
-        widen_covered(panel, line, hidden, look[family.label].colour)
-        draw_points(
-            panel,
-            [x[point.variant.name] for point in found],
-            [point.value for point in found],
-            [point.whisker for point in found],
-            look[family.label],
-            family.long_label,
-            hollow=not all(point.comparable for point in found),
-        )
+    groups = neighbours(held, near=_NEAR)  # where nearly equal bytes compare
+    place = {points[i].variant.name: held[group[0]] for group in groups for i in group}
+    _draw_lines(panel, document, lines, place, x)
     _bytes_axis(panel, list(x.values()))
 
 
@@ -177,12 +197,6 @@ def _draw_front(panel: Axes, front: list[HeldPoint], x: dict[str, float]) -> Non
         zorder=1,
         label="Pareto front",
     )
-
-
-def _near_places(points: list[HeldPoint]) -> dict[str, float]:
-    """Return where the line of each variant is compared with others: at nearly equal bytes."""
-    groups = neighbours([point.bytes for point in points], near=_NEAR)
-    return {points[i].variant.name: points[group[0]].bytes for group in groups for i in group}
 
 
 def _bytes_axis(panel: Axes, places: list[float]) -> None:
@@ -215,21 +229,14 @@ def budget_panels(document: ResultsDocument) -> list[tuple[str, str]]:
 def budget_figure(document: ResultsDocument) -> Figure:
     """Return a panel per task: a line per policy over its budgets, whiskers 95 % intervals."""
     wanted = budget_panels(document)
-    look = looks(document)
     figure, panels = new_panels(len(wanted))
     for panel, (task, unit) in zip(panels, wanted, strict=True):
         results = {result.variant: result for result in results_of(document, task)}
         places, ticks = _places(document, unit)
-        found = families(document)
-        lines = [_line(family, results, unit) for family in found]
-        colours = [look[family.label].colour for family in found]
-        pieces = covered(lines, colours)
-        for family, line, hidden, colour in zip(found, lines, pieces, colours, strict=True):
-            named = dict(_sizes(family, unit))
-            place = {size: (places[named[size]], y) for size, y in line.items() if y is not None}
-            widen_covered(panel, place, hidden, colour)
-            _budget_line(panel, document, family, look[family.label], results, places)
-        _whole_lines(panel, found, look, results)
+        lines = [(each, _sized(document, each, unit, results)) for each in families(document)]
+        sizes = {each.variant.name: each.bytes for _, found in lines for each in found}
+        _draw_lines(panel, document, lines, sizes, places)
+        _whole_lines(panel, families(document), looks(document), results)
         sample = next(iter(results.values()))
         _budget_axis(panel, ticks, _budgets(document, unit), unit)
         score_axis(panel, list(results.values()))
@@ -261,42 +268,20 @@ def _places(document: ResultsDocument, unit: str) -> tuple[dict[str, float], dic
     return ranks, {ranks[variant.name]: family.label for family, variant in swept}
 
 
-def _line(family: Family, results: dict[str, TaskResult], unit: str) -> dict[float, float | None]:
-    """Return a policy's scores by budget of this unit."""
-    return {size: results[name].value for size, name in _sizes(family, unit) if name in results}
-
-
-def _sizes(family: Family, unit: str) -> list[tuple[float, str]]:
-    """Return the budgets of this unit and the names of their variants."""
-    sized = [
-        (budget_size(variant.budget), variant.name)
-        for variant in family.variants
-        if variant.budget is not None
-    ]
-    return [(float(size), name) for (kind, size), name in sized if kind == unit]
-
-
-def _budget_line(
-    panel: Axes,
-    document: ResultsDocument,
-    family: Family,
-    look: Look,
-    results: dict[str, TaskResult],
-    places: dict[str, float],
-) -> None:
-    swept = [variant for variant in family.variants if variant.name in places]
-    if not swept:
-        return
-    found = [results.get(variant.name) for variant in swept]
-    draw_points(
-        panel,
-        [places[variant.name] for variant in swept],
-        [None if result is None else result.value for result in found],
-        [None if result is None else whisker(result) for result in found],
-        look,
-        family.long_label,
-        hollow=not all(fed_like_full(document, result) for result in found if result is not None),
-    )
+def _sized(
+    document: ResultsDocument, family: Family, unit: str, results: Mapping[str, TaskResult]
+) -> list[HeldPoint]:
+    """Return the points of a policy under its budgets of a unit."""
+    found = []
+    for variant in family.variants:
+        if variant.budget is None or (size := budget_size(variant.budget))[0] != unit:
+            continue
+        point, result = HeldPoint(variant, float(size[1]), None), results.get(variant.name)
+        if result is not None:
+            given = result.value, whisker(result), fed_like_full(document, result)
+            point = HeldPoint(variant, point.bytes, *given)
+        found.append(point)
+    return found
 
 
 def _whole_lines(
