@@ -219,7 +219,8 @@ class PlannedRun:
 
     def listed(self, plan: PlanDocument, ways: list[Way] | None) -> PlanDocument:
         """Return a plan with its device and, unless they are None, the ways in it."""
-        run, more = self.run, {}
+        run = self.run
+        more: dict[str, Any] = {}
         if ways is not None:
             more = {"ways": ways, "ways_source": self.losses.source}
         if run.memory is not None:

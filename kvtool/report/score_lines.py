@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isnan, nan
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
@@ -61,14 +62,14 @@ class HeldPoint:
     Attributes:
         bytes: buffers of keys and values and the policy's own numbers, the mean of the samples; in
             a picture over budgets, the budget.
-        value: None where it has no score.
+        value: NaN where it has no score.
         whisker: the ends of its 95 % interval.
         comparable: whether it was fed like the full cache, so that both compare.
     """
 
     variant: VariantEntry
     bytes: float
-    value: float | None
+    value: float
     whisker: tuple[float, float] | None = None
     comparable: bool = True
 
@@ -96,7 +97,7 @@ def _draw_lines(
             panel.plot([x[found[0].variant.name]], [found[0].value], "*", color="black", zorder=4)
         if family.is_full or not found:
             continue
-        known = [each for each in found if each.value is not None]
+        known = [each for each in found if not isnan(each.value)]
         line = {place[each.variant.name]: (x[each.variant.name], each.value) for each in known}
         widen_covered(panel, line, hidden, look[family.label].colour)
         draw_points(
@@ -276,9 +277,10 @@ def _sized(
     for variant in family.variants:
         if variant.budget is None or (size := budget_size(variant.budget))[0] != unit:
             continue
-        point, result = HeldPoint(variant, float(size[1]), None), results.get(variant.name)
+        point, result = HeldPoint(variant, float(size[1]), nan), results.get(variant.name)
         if result is not None:
-            given = result.value, whisker(result), fed_like_full(document, result)
+            value = nan if result.value is None else result.value
+            given = value, whisker(result), fed_like_full(document, result)
             point = HeldPoint(variant, point.bytes, *given)
         found.append(point)
     return found
