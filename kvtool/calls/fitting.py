@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -270,7 +269,6 @@ class PlannedRun:
 
     def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
         settings = self.settings
-        words = ["kvtool", "generate"]
         given = {
             "-m": settings.model,
             "--revision": settings.revision,
@@ -283,9 +281,7 @@ class PlannedRun:
             "--prefill": prefill if prefill == "block" else None,
             "-n": self.run.text.new or None,
         }
-        for flag, value in given.items():
-            words += [] if value is None else [flag, str(value)]
-        return shlex.join([*words, *settings.trusting()])
+        return settings.command(["kvtool", "generate"], given)
 
 
 def planned_run(

@@ -105,16 +105,15 @@ def usual_context(shape: ModelShape, profile: ProfileDocument | None, watcher: W
     if profile is not None and profile.data is not None:
         watcher.note(f"context: {profile.data.tokens} tokens, as profiled (change: --context)")
         return profile.data.tokens
-    if shape.trained_length is None:
-        raise UsageError(f"model `{shape.id}` has no longest context", hint="--context 32K")
-    if shape.trained_length > MOST_TOKENS:
+    longest = shape.trained_length
+    if longest is None or longest > MOST_TOKENS:
         raise UsageError(
-            f"model `{shape.id}` gives {shape.trained_length} tokens as its longest context, more "
-            f"than the {MOST_TOKENS} that can be planned for",
+            f"model `{shape.id}` gives {longest or 'no'} tokens as its longest context, and up to "
+            f"{MOST_TOKENS} can be planned for",
             hint="--context 32K",
         )
-    watcher.note(f"context: {shape.trained_length} tokens, the model's longest (change: --context)")
-    return shape.trained_length
+    watcher.note(f"context: {longest} tokens, the model's longest (change: --context)")
+    return longest
 
 
 _LEFT_OUT = ("budget", "seed", "device", "device_map", "attn_implementation")

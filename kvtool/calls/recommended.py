@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -145,13 +144,12 @@ def command(found: Recommendation, settings: PlanSettings, plan: PlanDocument, p
     Args:
         path: of the plan's file.
     """
-    prefill = found.evidence.variant.prefill
-    words = ["kvtool", "generate", path]
-    if plan.model.dtype in DTYPE_BYTES:
-        words += ["--dtype", str(plan.model.dtype)]
-    for flag, value in (("--device", settings.device), ("--device-map", settings.device_map)):
-        words += [] if value is None else [flag, value]
-    words += settings.trusting()
-    if prefill != "full" and found.evidence.tasks:
-        words += ["--prefill", prefill]
-    return shlex.join([*words, "-n", str(max(1, plan.target.max_new_tokens))])
+    prefill, dtype = found.evidence.variant.prefill, plan.model.dtype
+    given = {
+        "--dtype": dtype if dtype in DTYPE_BYTES else None,
+        "--device": settings.device,
+        "--device-map": settings.device_map,
+        "--prefill": prefill if prefill != "full" and found.evidence.tasks else None,
+        "-n": max(1, plan.target.max_new_tokens),
+    }
+    return settings.command(["kvtool", "generate", path], given)
