@@ -26,7 +26,7 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.budgets import forecast_plan
-from kvtool.planning.bytes import check_dims, kv_bytes, tokens_held
+from kvtool.planning.bytes import check_dims, free_of, kv_bytes, tokens_held
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan_in_use import text_of
 from kvtool.planning.rocketkv_stages import (
@@ -77,7 +77,7 @@ class PlannableLayers:
     @property
     def free_shapes(self) -> list[LayerShape]:
         """What the layers to split over store."""
-        return [layer for layer in self.shapes if layer is not None and layer.window is None]
+        return free_of(self.shapes)
 
     @property
     def fixed(self) -> dict[int, int]:
