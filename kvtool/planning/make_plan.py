@@ -158,6 +158,11 @@ class Planned:
     document: PlanDocument
     notes: list[str]
 
+    @property
+    def held(self) -> int:
+        """Bytes that are held at most."""
+        return self.document.planned_bytes or 0  # it has totals, as every plan that was just made
+
 
 def make_plan(
     model: ModelShape,

@@ -131,7 +131,7 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
     fitting, too_large = [], {}
     for evidence in measured:
         try:
-            needed = _held(place.plan(evidence, share=True))
+            needed = place.plan(evidence, share=True).held
         except UsageError as error:
             left_out.append(f"{evidence.variant.name}: {error}")
             continue
@@ -139,10 +139,12 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
             too_large[evidence.variant.name] = needed
         else:
             fitting.append(evidence)
-    full = _full(results, place)
+    variant = next(variant for variant in results.variants if variant.policy == _FULL)
+    whole = Fraction(1), place.target.prompt_tokens
+    full = Evidence(variant, Policy(Full()), *whole, [])
     planned = place.plan(full, share=True)
     best = max(fitting, key=lambda evidence: (evidence.gain, -evidence.share), default=None)
-    needed = _held(planned)
+    needed = planned.held
     if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
         return Recommendation(full, planned, left_out, list(too_large))
     if best is None:
@@ -238,18 +240,6 @@ def _share(budget: Budget, policy: Policy, prompt: float, kept: float | None) ->
         if not tokens:
             raise UsageError("the tokens that its bytes kept were not counted")
     return Fraction(tokens / prompt).limit_denominator(_FINEST)
-
-
-def _held(planned: Planned) -> int:
-    held = planned.document.planned_bytes
-    assert held is not None, "a plan that was just made has totals"
-    return held
-
-
-def _full(results: ResultsDocument, place: Place) -> Evidence:
-    """Return the full cache as a variant."""
-    variant = next(variant for variant in results.variants if variant.policy == _FULL)
-    return Evidence(variant, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 
 
 def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:
