@@ -113,7 +113,6 @@ def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> typ
         own = replace(each.flag, key=f"{under}.{each.name}")
         kind, default = (bool, False) if own.is_switch else (each.typed | None, None)
         made.append((own.name, kind, field(default=default, metadata={"flag": own})))
-    module = inspect.getmodule(section)
     return make_dataclass(
         f"{section.__name__}Flags",
         made,
