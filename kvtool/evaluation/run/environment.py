@@ -13,6 +13,7 @@ from typing import Any
 
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.results import Environment, ModelUsed
+from kvtool.lazy_torch import torch
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
 
@@ -31,8 +32,6 @@ _PACKAGES = (
 
 def environment() -> Environment:
     """Describe this machine and its packages."""
-    import torch
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return Environment(
         python=platform.python_version(),

@@ -35,7 +35,6 @@ from kvtool.evaluation.tasks.task import Lengths, Samples, Task, even_shares
 
 if TYPE_CHECKING:
     from kvtool.documents.settings import Protocol
-    from kvtool.evaluation.bench.ask import AskOptions
     from kvtool.evaluation.bench.bench import Bench
 
 
@@ -113,23 +112,6 @@ class Asking(Task):
         """Return whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
 
-    def ask_options(self, protocol: Protocol) -> AskOptions:
-        """Return how the questions are asked."""
-        from kvtool.evaluation.bench.ask import AskOptions
-
-        return AskOptions(
-            query_aware=self.knows_query(protocol),
-            question_kept=self.keeps_question(protocol),
-            same_context=self.same_context,
-            golden=self.after_references,
-            chat=self.chat,
-            stop=self.stop,
-            min_new_tokens=self.min_new_tokens,
-            thinking=self.enable_thinking,
-            conversation=self.conversation,
-            scored=self.one_answer and protocol.answers == "scored",
-        )
-
     @abstractmethod
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Score one answer, from 0 to `best`."""
@@ -138,8 +120,7 @@ class Asking(Task):
         """Ask every turn."""
         from kvtool.evaluation.bench.ask import ask
 
-        turns = ask(bench, sample, self.ask_options(bench.protocol))
-        return {"turns": turns, "facts": sample.facts}
+        return {"turns": ask(bench, sample, self), "facts": sample.facts}
 
     def score(self, record: Json) -> dict[str, float]:
         """Return means over turns; of answers that were scored, more than the headline."""

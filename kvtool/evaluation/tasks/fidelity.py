@@ -25,12 +25,11 @@ from kvtool.evaluation.samples.passages import question_samples
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 from kvtool.extras import installed
+from kvtool.lazy_torch import torch
 from kvtool.models.chat import Piece
 from kvtool.sizes import MOST_TOKENS
 
 if TYPE_CHECKING:
-    import torch
-
     from kvtool.evaluation.bench.bench import Bench
 
 
@@ -160,8 +159,6 @@ def compare_with_full(
         prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
         question_kept: whether that turn is kept whole.
     """
-    import torch
-
     from kvtool.generation import compare_logits, follow
 
     parts = _encode(bench, prompt, query_aware)

@@ -13,7 +13,7 @@ The prompts are zero-shot, worded by us; the form of the answer that they ask fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -175,7 +175,6 @@ class Reasoning(Read):
         """Answer a problem as often as asked, each time from the prompt on."""
         from kvtool.evaluation.bench.ask import ask
 
-        options = self.ask_options(bench.protocol)
         frame = make_frame(
             bench.tokenizer, bench.protocol.template, self.chat, thinking=self.thinking
         )
@@ -185,8 +184,8 @@ class Reasoning(Read):
             temperature = bench.protocol.temperature or several
         for index in range(self.samples):
             rng = generator(bench.protocol.seed, self.name, sample.id, index)
-            draw = replace(options, temperature=temperature, seed=int(rng.integers(2**62)))
-            (turn,) = ask(bench, sample, draw)
+            seed = int(rng.integers(2**62))
+            (turn,) = ask(bench, sample, self, temperature=temperature, seed=seed)
             if frame.thinks:  # the tag is in the prompt
                 turn["prediction"] = OPEN + turn["prediction"]
             turns.append(turn)
