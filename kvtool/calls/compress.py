@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.auto_budget import with_budget
 from kvtool.calls.export import export_loaded
+from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
-from kvtool.calls.memory import estimate_run
 from kvtool.calls.request import (
     Request,
     choose_policy,
@@ -107,7 +106,7 @@ class CompressionRun:
         shows = watcher.shows_progress
         with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
             if settings.export_path is not None:
-                from kvtool.engines.vllm.export import refuse_model
+                from kvtool.engines.vllm.virtual_prompt import refuse_model
 
                 refuse_model(loaded.model)
             cache = self.request.new_cache(loaded.model, record=settings.show is not None)
@@ -196,7 +195,7 @@ def _resolve(
     prefill = read_prefill(settings.prefill)
     policy, budget = choose_policy(settings, plan, watcher)
     if settings.export_path is not None:
-        from kvtool.engines.vllm.export import refuse_policy
+        from kvtool.engines.vllm.virtual_prompt import refuse_policy
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)

@@ -28,7 +28,10 @@ from kvtool.generation.fidelity import join_fidelities
 from kvtool.generation.reading import reading
 from kvtool.models.chat import template_of
 from kvtool.models.load import Loaded
-from kvtool.planning.held import beyond_plan, use_plan
+from kvtool.planning.bytes import Text
+from kvtool.planning.plan_in_use import beyond_plan, held_by_plan
+from kvtool.planning.rocketkv_stages import planned_stages
+from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.watcher import Listener, Watcher
 
 
@@ -41,14 +44,16 @@ def plan_in_use(
         tokens: of the prompt.
         new: tokens that are generated at most.
     """
-    if request.plan is None or not request.policy.takes_budget:
+    plan, policy, text = request.plan, request.policy, Text(tokens, new)
+    if plan is None or not policy.takes_budget:
         return None
     dtype = str(loaded.model.dtype).removeprefix("torch.")
-    used = use_plan(request.plan, request.policy, prompt=tokens, new=new, dtype=dtype)
-    beyond = beyond_plan(request.plan, used, tokens, new)
+    held = held_by_plan(plan, policy, loaded.model.config, dtype, text)
+    beyond = beyond_plan(plan, held, text)
     if beyond is not None:
         watcher.note(f"note: after this {beyond}")
-    return PlanSection.of(request.plan, used.tokens, used.stages, used.held)
+    stages = planned_stages(plan, policy, tokens)
+    return PlanSection.of(plan, tokens_for_prompt(plan, tokens), stages, held)
 
 
 def document_of(
@@ -67,10 +72,10 @@ def document_of(
         new_tokens=result.new_tokens,
         text=result.text[0],
         token_ids=result.token_ids[0],
-        cache=CacheSection.of(result.report),
+        cache=CacheSection.taken_from(result.report),
         plan=plan,
         timing=_timing([result]),
-        fidelity=None if result.fidelity is None else Fidelity.of(result.fidelity),
+        fidelity=None if result.fidelity is None else Fidelity.taken_from(result.fidelity),
         compiled=_compiled([result]),
     )
 
@@ -84,7 +89,7 @@ def document_of_prompt(
     watcher: Watcher,
 ) -> CompressionDocument:
     """Put into a document what a prompt was compressed to; say what bytes came to."""
-    held = CacheSection.of(cache.report())
+    held = CacheSection.taken_from(cache.report())
     planned = plan_in_use(request, loaded, result.prompt_tokens, 0, watcher)
     request.note_bytes(held, watcher)
     return CompressionDocument(
@@ -126,10 +131,10 @@ def document_of_turns(
         new_tokens=sum(each.new_tokens for each in answers),
         text="\n".join(each.text[0] for each in answers),
         token_ids=[token for each in answers for token in each.token_ids[0]],
-        cache=CacheSection.of(held),
+        cache=CacheSection.taken_from(held),
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
-        fidelity=None if fidelity is None else Fidelity.of(fidelity),
+        fidelity=None if fidelity is None else Fidelity.taken_from(fidelity),
         compiled=_compiled(answers),
         turns=[_turn(*pair) for pair in turns],
     )
@@ -147,9 +152,9 @@ def _turn(turn: UserTurn, answer: Generation) -> TurnSection:
         new_tokens=answer.new_tokens,
         text=answer.text[0],
         token_ids=answer.token_ids[0],
-        cache=CacheSection.of(answer.report),
+        cache=CacheSection.taken_from(answer.report),
         timing=_timing([answer]),
-        fidelity=None if answer.fidelity is None else Fidelity.of(answer.fidelity),
+        fidelity=None if answer.fidelity is None else Fidelity.taken_from(answer.fidelity),
     )
 
 

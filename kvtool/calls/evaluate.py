@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.eval_settings import EvalSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
-from kvtool.documents.from_python import document_of, is_document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.resolve import flags_of
+from kvtool.documents.resolve import document_of, flags_of
 from kvtool.documents.results import ResultsDocument
-from kvtool.documents.source import Source
+from kvtool.documents.source import Source, is_document
 from kvtool.evaluation.comparison import Comparison, read_comparison
 from kvtool.evaluation.run.gates import Gate
 from kvtool.evaluation.tasks.selection import TaskFlags

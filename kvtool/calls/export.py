@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from kvtool.calls.base_settings import ModelSettings
-from kvtool.calls.from_python import check_choice, spell_dtype
+from kvtool.calls.from_python import checked
 from kvtool.documents.files import check_name, check_writable, expand
 from kvtool.documents.settings import MODEL_SETTINGS, Dtype, Flag
 from kvtool.engines.vllm.format import SUFFIX
@@ -17,7 +17,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import ExportDocument
-    from kvtool.engines.vllm.export import VirtualPrompt
+    from kvtool.engines.vllm.virtual_prompt import VirtualPrompt
     from kvtool.models.attached import ModelSource
     from kvtool.models.load import Loaded
 
@@ -137,9 +137,7 @@ def export(
         UsageError: a cache that the engine cannot serve, with the reason; a wrong argument.
         KvtoolError: a file that cannot be read or written, or one of another model.
     """
-    check_choice("to", to, ExportSettings)
-    dtype = spell_dtype(dtype)
-    check_choice("dtype", dtype, ExportSettings)
+    dtype = checked(ExportSettings, {"to": to, "dtype": dtype or "auto"})["dtype"]
     watcher = Watcher() if watcher is None else watcher
     if isinstance(cache, (str, Path)):
         from kvtool.models.attached import ModelSource
@@ -151,12 +149,12 @@ def export(
             file=str(cache),
             to=to,
             save=str(save),
-            dtype=dtype or "auto",
+            dtype=dtype,
         )
         return asked.run(watcher)
     path = expand(str(save))
     _check_save(path)
-    from kvtool.engines.vllm.export import export_cache
+    from kvtool.engines.vllm.virtual_prompt import export_cache
 
     exported = export_cache(cache, model=model, tokenizer=tokenizer, dtype=_torch_dtype(dtype))
     for line in exported.notes:
@@ -167,7 +165,7 @@ def export(
 
 def export_loaded(cache: KVCache, loaded: Loaded, dtype: str | None = None) -> VirtualPrompt:
     """Export a cache of a loaded model."""
-    from kvtool.engines.vllm.export import export_cache
+    from kvtool.engines.vllm.virtual_prompt import export_cache
 
     return export_cache(
         cache,

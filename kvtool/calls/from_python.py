@@ -1,4 +1,4 @@
-"""Make settings of what a Python call is given, and refuse mistakes that only Python can make."""
+"""Make settings of what a Python call is given, each checked by the type of its field."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from types import NoneType
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from kvtool.documents.settings import ModelFields, Setting, settings_of
-from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.documents.settings import Setting, settings_of
+from kvtool.errors import UsageError, quote
 from kvtool.policies.grammar import parse_policy
-from kvtool.sizes import LARGEST_SEED, Budget
+from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
     from kvtool.calls.settings import PromptSettings
-    from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
 
 
@@ -31,8 +31,6 @@ class Unsaid(Enum):
 UNSAID = Unsaid.UNSAID
 Settings = TypeVar("Settings", bound="PromptSettings")
 Call = TypeVar("Call", bound=Callable[..., Any])
-
-_FILES = ("prompt_file", "save", "show", "export_vllm")
 
 
 def takes(kind: type, leave_out: Sequence[str] = ()) -> Callable[[Call], Call]:
@@ -101,26 +99,43 @@ def from_python(
 
     source = ModelSource.of(model, tokenizer)
     values = {known[key].name if key in known else key: value for key, value in given.items()}
-    values["dtype"] = spell_dtype(values.get("dtype"))
-    _check_choices(kind, values)
-    _check_words(values)
-    values["policy"] = read_policy(values["policy"])
-    values["budget"] = read_budget(values["budget"])
-    for name in _FILES:
-        if name in values:
-            values[name] = _path(values[name], name)
     if values.get("show") == "-":
         raise UsageError(
             "show='-' is for the command line", hint="print(cache.show()) of kvtool.compress"
         )
-    for name, read in (("cache", _read_cache), ("turns", _read_turns), ("stop", read_stops)):
-        if name in values:
-            values[name] = read(values[name])
-    if values.get("recipe") is not None:
-        from kvtool.documents.from_python import document_of
+    return kind(model=source.name, loaded=source.loaded, **checked(kind, values))
 
-        values["recipe"] = document_of(values["recipe"], "a plan or recipe")
-    return kind(model=source.name, loaded=source.loaded, **values)
+
+def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings as a command would have them, each of the type that it is declared with.
+
+    Raises:
+        UsageError: the first that is not.
+    """
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+    from kvtool.documents.source import first_mistake
+
+    values = {name: _READ.get(name, _plain)(value) for name, value in given.items()}
+    for each in settings_of(kind):
+        if each.name in values:
+            bounds = Field(ge=each.flag.min, le=each.flag.max)
+            adapter = TypeAdapter(Annotated[each.type, bounds], config=ConfigDict(strict=True))
+            try:
+                adapter.validate_python(values[each.name])
+            except ValidationError as error:
+                raise UsageError(f"{each.name} {first_mistake(error)}") from None
+    return values
+
+
+def _plain(value: Any) -> Any:
+    """Return a file by its name, and anything else as it is."""
+    return str(value) if isinstance(value, Path) else value
+
+
+def spell_dtype(dtype: Any) -> Any:
+    """Return a dtype by name, also where it is torch's own."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def read_policy(policy: Any) -> str | Policy | None:
@@ -134,94 +149,47 @@ def read_policy(policy: Any) -> str | Policy | None:
     return policy if isinstance(policy, str) else parse_policy(policy)
 
 
-def read_budget(budget: Any) -> str | None:
-    """Return a budget as it would be typed."""
+def _budget(budget: Any) -> str | None:
     return None if budget is None else str(Budget.parse(budget))
 
 
-def read_stops(stop: Any) -> list[str]:
-    """Return the texts that end an answer: one, or several."""
-    texts = [stop] if isinstance(stop, str) else stop
-    if not isinstance(texts, Sequence) or not all(isinstance(each, str) for each in texts):
-        raise UsageError(f"stop must be a text or a list of texts, got {quote(repr(stop))}")
-    return list(texts)
+def _stops(stop: Any) -> Any:
+    """Return the texts that end an answer in a list: one, or several."""
+    return list(stop) if isinstance(stop, (list, tuple)) else [stop]
 
 
-def spell_dtype(dtype: Any) -> Any:
-    """Return a dtype by name, also where it is torch's own."""
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def check_text(name: str, value: Any) -> None:
-    """Refuse what is no text where that is meant."""
-    if value is not None and not isinstance(value, str):
-        raise UsageError(f"{name} must be text, got {quote(repr(value))}")
-
-
-def check_choice(name: str, value: Any, kind: type = ModelFields) -> None:
-    """Refuse a word that a setting of a kind does not take."""
-    choices = next(_words(each.type) for each in settings_of(kind) if each.name == name)
-    if value is not None and choices and value not in choices:
-        raise UsageError(
-            f"{name} must be one of {', '.join(choices)}, got {quote(repr(value))}",
-            hint=did_you_mean(str(value), choices),
-        )
-
-
-def _words(kind: Any) -> tuple[str, ...]:
-    """Return the words that a type allows; none where it allows others."""
-    for each in (kind, *get_args(kind)):
-        if get_origin(each) is Literal:
-            return get_args(each)
-    return ()
-
-
-def _check_choices(kind: type, given: Mapping[str, Any]) -> None:
-    for each in settings_of(kind):
-        if each.name in given and _words(each.type):
-            check_choice(each.name, given[each.name], kind)
-
-
-def _check_words(given: Mapping[str, Any]) -> None:
-    """Refuse what is neither text nor a number where that is meant."""
-    for name in ("prompt", "system", "prefill", "allocator"):
-        check_text(name, given.get(name))
-    seed = given.get("seed")
-    if seed is not None and not (_is_whole(seed) and 0 <= seed <= LARGEST_SEED):
-        raise UsageError(f"seed must be a whole number from 0, got {quote(repr(seed))}")
-    heat = given.get("temperature")
-    if heat is not None and (isinstance(heat, bool) or not isinstance(heat, (int, float))):
-        raise UsageError(f"temperature must be a number, got {quote(repr(heat))}")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _path(given: Any, name: str) -> str | None:
-    if given is None or isinstance(given, (str, Path)):
-        return None if given is None else str(given)
-    raise UsageError(f"{name} must be a file, got {quote(repr(given))}")
-
-
-def _read_cache(cache: Any) -> Any:
-    if cache is None or isinstance(cache, (str, Path)):
-        return _path(cache, "cache")
-    from kvtool.cache.whole.cache import KVCache
-
-    if not isinstance(cache, KVCache):
+def _cache(cache: Any) -> Any:
+    if not isinstance(cache, (str, Path, NoneType)) and not hasattr(cache, "kept_positions"):
         raise UsageError(
             f"cache must be a kvtool cache or its file, got {type(cache).__name__}",
             hint="cache=kvtool.compress(model, text, policy, budget)",
         )
-    return cache
+    return _plain(cache)
 
 
-def _read_turns(turns: Any) -> str | Turns | None:
-    if turns is None or isinstance(turns, (str, Path)):
-        return _path(turns, "turns")
+def _turns(turns: Any) -> Any:
+    if isinstance(turns, (str, Path, NoneType)):
+        return _plain(turns)
     from kvtool.documents.turns import make_turns
 
     if not isinstance(turns, Sequence):
         raise UsageError(f"turns must be a file or a list, got {quote(repr(turns))}")
     return make_turns(turns)
+
+
+def _recipe(recipe: Any) -> Any:
+    from kvtool.documents.resolve import document_of
+
+    return None if recipe is None else document_of(recipe, "a plan or recipe")
+
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "dtype": spell_dtype,
+    "policy": read_policy,
+    "budget": _budget,
+    "stop": _stops,
+    "cache": _cache,
+    "turns": _turns,
+    "recipe": _recipe,
+}
+"""What Python may give otherwise than a command line."""

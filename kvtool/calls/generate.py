@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.auto_budget import with_budget
+from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
 from kvtool.calls.kept import show_kept
-from kvtool.calls.memory import estimate_run
 from kvtool.calls.needle import NEEDLE, answer_prefix, compare_needle, note_needle, write_needle
 from kvtool.calls.request import (
     Request,

@@ -11,35 +11,26 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.from_python import (
-    check_choice,
-    check_keywords,
-    check_text,
-    keywords_of,
-    read_policy,
-    spell_dtype,
-    takes,
-)
+from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
 from kvtool.documents.budget_curves import BudgetCurves, read_curves
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.evidence import default_allocator
+from kvtool.planning.split_facts import default_allocator
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
-from kvtool.policies.allocate.uniform import Curves, Uniform
+from kvtool.policies.allocate.uniform import Curves
 from kvtool.sizes import MOST_TOKENS, Budget, parse_count
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from kvtool.calls.ways import WaysRun
+    from kvtool.calls.fitting import PlannedRun
     from kvtool.documents.memory import ModelShape
-    from kvtool.documents.plan import PlanDocument, Target
+    from kvtool.documents.plan import PlanDocument, Target, Way
     from kvtool.documents.profile import ProfileDocument
     from kvtool.documents.results import ResultsDocument
-    from kvtool.documents.ways import Way
     from kvtool.model_shape import LayerShape
     from kvtool.planning.recommend import Recommendation
     from kvtool.policies.parts import Allocator
@@ -176,36 +167,23 @@ def plan(
     targets: dict[str, Any] = {
         name: None if each is None else str(each) for name, each in given.items()
     }
-    batch, policy = settings.get("batch", 1), settings.get("policy")
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch must be 1 or more, got {quote(repr(batch))}")
-    dtype = spell_dtype(settings.get("dtype"))
-    check_choice("dtype", dtype)
-    check_text("allocator", settings.get("allocator"))
     profile, named = _read_source(source)
-    policy = None if policy is None else read_policy(policy)
-    _ = PlanSettings(policy=policy, **targets).target
-    model = _read_model(named if model is None else model, dtype)
-    asked = PlanSettings(**settings | targets | model | {"profile": profile, "policy": policy})
+    settings = checked(PlanSettings, {"policy": UNSAID, **settings, **targets})
+    _ = PlanSettings(policy=settings["policy"], **targets).target
+    model = _read_model(named if model is None else model, settings.get("dtype"))
+    asked = PlanSettings(**settings | model | {"profile": profile})
     watcher = Watcher() if watcher is None else watcher
     return prepare_plan(asked, watcher).make(watcher)
 
 
 def _read_source(source: Any) -> tuple[ProfileDocument | None, Any]:
     """Return a profile, or a model: whichever is given."""
-    from kvtool.documents.from_python import document_of, is_document
-    from kvtool.documents.plan import PlanDocument
     from kvtool.documents.profile import ProfileDocument
+    from kvtool.documents.source import is_document, read_as
 
-    if isinstance(source, ProfileDocument):
-        return source, None
-    if isinstance(source, Mapping) or (isinstance(source, (str, Path)) and is_document(source)):
-        from kvtool.documents.source import check_kind
-
-        read = document_of(source, "a profile")
-        assert not isinstance(read, PlanDocument), "no document was given"
-        check_kind(read, takes=("profile",), command="kvtool.plan")
-        return read.validate(ProfileDocument), None
+    named = isinstance(source, (str, Path)) and is_document(source)
+    if named or isinstance(source, (Mapping, ProfileDocument)):
+        return read_as(source, ProfileDocument, "a profile", command="kvtool.plan"), None
     return None, source
 
 
@@ -239,9 +217,8 @@ class PlanRun:
     Attributes:
         least: tokens of a layer.
         recommendation: that chose the policy, and has the plan; with the results it rests on.
-        ways: to run the model, with the device that is planned for.
-        lists: the plan lists them.
-        listed: the same, where they have been made.
+        where: the run that is planned for, in bytes or on a device; None: neither is given.
+        ways: to run the model there, for a plan that lists them.
     """
 
     settings: PlanSettings
@@ -252,10 +229,9 @@ class PlanRun:
     policy: Policy | None
     least: int | None
     curves: BudgetCurves | None = None
+    where: PlannedRun | None = None
+    ways: list[Way] | None = None
     recommendation: tuple[Recommendation, ResultsDocument] | None = None
-    ways: WaysRun | None = None
-    lists: bool = False
-    listed: list[Way] | None = None
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
@@ -272,41 +248,29 @@ class PlanRun:
 
     def make(self, watcher: Watcher) -> PlanDocument:
         """Make the plan."""
-        made = self._plan(watcher)
-        if self.ways is None:
-            return made
-        if not self.lists:
-            return self.ways.placed(made)
-        return self.ways.listed(made, self.ways.ways() if self.listed is None else self.listed)
-
-    def _plan(self, watcher: Watcher) -> PlanDocument:
         if self.recommendation is not None:
-            return self._recommended(*self.recommendation, watcher)
-        from kvtool.planning.plan import make_plan
+            from kvtool.calls.recommended import reasons
 
-        planned = make_plan(
-            self.model.shape,
-            self.allocator,
-            self.target,
-            profile=self.profile,
-            policy=self.policy,
-            min_tokens=self.least,
-            layers=self.model.layers,
-            curves=self.curves,
-        )
-        for line in planned.notes:
+            found, results = self.recommendation
+            document = found.planned.document
+            notes = reasons(found, results, document, self.target.bytes or 0)
+        else:
+            from kvtool.planning.make_plan import make_plan
+
+            planned = make_plan(
+                self.model.shape,
+                self.allocator,
+                self.target,
+                profile=self.profile,
+                policy=self.policy,
+                min_tokens=self.least,
+                layers=self.model.layers,
+                curves=self.curves,
+            )
+            document, notes = planned.document, planned.notes
+        for line in notes:
             watcher.note(line)
-        return planned.document
-
-    def _recommended(
-        self, found: Recommendation, results: ResultsDocument, watcher: Watcher
-    ) -> PlanDocument:
-        from kvtool.calls.recommended import reasons
-
-        document = found.planned.document
-        for line in reasons(found, results, document, self.target.bytes or 0):
-            watcher.note(line)
-        return document
+        return document if self.where is None else self.where.listed(document, self.ways)
 
     def command(self, document: PlanDocument, path: str) -> str | None:
         """Spell the command that runs a recommended plan from a file; None for other plans."""
@@ -318,12 +282,12 @@ class PlanRun:
 
 
 def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
-    """Check what is asked for.
+    """Check what is asked for, and choose what is left open: in a memory alone the ways choose.
 
     Raises:
         UsageError, KvtoolError: as `plan`.
     """
-    results = None
+    results, where, ways = None, None, None
     if settings.recommend is not None:
         from kvtool.calls.recommended import for_results, read_run
 
@@ -339,77 +303,42 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     model = find_model(settings, profile, watcher)
     check_dims(policy, model.layers)
     lengths = _lengths(settings, model, profile, watcher)
-    run = _run(settings, model, lengths, policy, results)
+    budget = settings.target
+    lists = policy is None and (budget is None or budget.bytes is not None)
+    if model.config is not None and (lists or settings.memory is not None):
+        where = _where(settings, model, lengths, results)
+        ways = where.ways() if lists and (budget is None or not settings.dry_run) else None
+    if settings.memory is not None and where is None:
+        raise UsageError("--memory needs the model's configuration", hint="-m MODEL")
+    if budget is None and where is not None:
+        if policy is None:
+            policy, budget = where.best(ways or [])
+        else:
+            budget = where.budget(policy)
+    elif where is not None and policy is not None and budget is not None and budget.bytes is None:
+        where.check(policy, budget.for_prompt(lengths["context"] - lengths["max_new_tokens"]))
+    target = _target(budget or Budget(ratio=Fraction(1)), lengths)
     curves = _read_curves(settings, model, watcher)
-    run = replace(run, allocator=allocator, profile=profile, least=least, curves=curves)
+    run = PlanRun(settings, model, allocator, target, profile, policy, least, curves, where, ways)
     return run if results is None else _recommended(run, results)
 
 
-def _run(
-    settings: PlanSettings,
-    model: PlannedModel,
-    lengths: dict[str, int],
-    policy: Policy | None,
-    results: ResultsDocument | None,
-) -> PlanRun:
-    """Put together the target, the policy and the ways; in a memory alone the ways choose."""
-    budget, ways = settings.target, None
-    lists = policy is None and (budget is None or budget.bytes is not None)
-    if model.config is not None and (lists or settings.memory is not None):
-        ways = _ways(settings, model, lengths, results)
-    if settings.memory is not None and ways is None:
-        raise UsageError("--memory needs the model's configuration", hint="-m MODEL")
-    listed = None
-    if budget is None and ways is not None:
-        if policy is None:
-            listed = ways.ways()
-            policy, budget = ways.best(listed)
-        else:
-            budget = ways.budget(policy)
-    elif ways is not None and policy is not None and budget is not None:
-        _check_memory(ways, policy, budget, lengths)
-    budget = budget or Budget(ratio=Fraction(1))
-    return PlanRun(
-        settings,
-        model,
-        Uniform(),
-        _target(budget, lengths),
-        None,
-        policy,
-        None,
-        ways=ways,
-        lists=lists,
-        listed=listed,
-    )
-
-
-def _check_memory(ways: WaysRun, policy: Policy, budget: Budget, lengths: dict[str, int]) -> None:
-    """Refuse a budget in tokens or a share that does not fit on the device."""
-    if budget.bytes is None:
-        ways.check(policy, budget.for_prompt(lengths["context"] - lengths["max_new_tokens"]))
-
-
-def _ways(
+def _where(
     settings: PlanSettings,
     model: PlannedModel,
     lengths: dict[str, int],
     results: ResultsDocument | None,
-) -> WaysRun:
-    from kvtool.calls.ways import find_ways
+) -> PlannedRun:
+    from kvtool.calls.fitting import planned_run
     from kvtool.planning.bytes import Text
 
-    new = lengths["max_new_tokens"]
-    vocabulary = model.shape.vocabulary
-    text = Text(lengths["context"] - new, new, lengths["batch"], vocabulary)
-    size = None if settings.target is None else settings.target.bytes
-    losses = None
+    new, losses = lengths["max_new_tokens"], None
+    text = Text(lengths["context"] - new, new, lengths["batch"], model.shape.vocabulary)
     if results is not None:
         from kvtool.planning.recommend import measured_losses
 
         losses = measured_losses(results)
-    return find_ways(
-        settings, model.shape, model.layers, model.config, text, size=size, losses=losses
-    )
+    return planned_run(settings, model.shape, model.layers, model.config, text, losses)
 
 
 def _allocator(
@@ -457,11 +386,9 @@ def _read_profile(profile: str | ProfileDocument | None) -> ProfileDocument | No
     if not isinstance(profile, str):
         return profile
     from kvtool.documents.profile import ProfileDocument
-    from kvtool.documents.source import check_kind, read_source
+    from kvtool.documents.source import read_as
 
-    source = read_source(profile, option="profile")
-    check_kind(source, takes=("profile",), command="kvtool plan-budget")
-    return source.validate(ProfileDocument)
+    return read_as(profile, ProfileDocument, "profile", command="kvtool plan-budget")
 
 
 def _lengths(

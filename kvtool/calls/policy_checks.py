@@ -24,7 +24,7 @@ from kvtool.cache.files.save import save_cache
 from kvtool.cache.hooks.attach import detach
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import decode_step, prefill
-from kvtool.planning.rocketkv import tokens_left
+from kvtool.planning.rocketkv_stages import tokens_left
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.grammar import parse_policy, read_spelling
 from kvtool.policies.guard import Guarded, fault

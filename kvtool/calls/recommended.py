@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.plan_settings import PlanSettings
-from kvtool.documents.document import Document
 from kvtool.documents.files import expand
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
@@ -36,13 +35,9 @@ def read_run(given: Any) -> ResultsDocument:
     if isinstance(given, ResultsDocument):
         return given
     if isinstance(given, Mapping) or str(given) == "-":
-        from kvtool.documents.from_python import document_of
-        from kvtool.documents.source import check_kind
+        from kvtool.documents.source import read_as
 
-        source = document_of(given, "--recommend")
-        assert not isinstance(source, Document), "it was given as data"
-        check_kind(source, takes=("results",), command="--recommend")
-        return source.validate(ResultsDocument)
+        return read_as(given, ResultsDocument, "--recommend", command="--recommend")
     if not isinstance(given, (str, Path)):
         raise UsageError(f"recommend takes a run's folder or results, got {type(given).__name__}")
     from kvtool.evaluation.run.index import read_results_file

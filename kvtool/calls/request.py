@@ -206,10 +206,10 @@ def _take_plan(
     settings: CachedSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
-    from kvtool.planning.derived import check_derived
-    from kvtool.planning.held import check_run
+    from kvtool.planning.plan_in_use import check_plan, check_run
 
-    check_derived(plan, settings.source().config())
+    config = settings.source().config()
+    check_plan(plan, config)
     _note_free(settings, plan, watcher)
     budget = plan.target.budget
     if not policy.budget_is_traffic:
@@ -219,14 +219,14 @@ def _take_plan(
         watcher.note(f"budget: as planned, {_stages(plan.rocketkv, plan.target, policy)}")
     else:
         watcher.note(f"budget: as planned, {budget}, which is what a token reads")
-    for line in check_run(plan, policy, _run_dtype(settings)):
+    for line in check_run(plan, policy, config, _run_dtype(settings, config)):
         watcher.note(line)
 
 
 def _note_free(settings: CachedSettings, plan: PlanDocument, watcher: Watcher) -> None:
     """Warn of a plan for more memory than is free; with `--strict` refuse it."""
     from kvtool.models.placement import free_memory
-    from kvtool.planning.free import check_free
+    from kvtool.planning.plan_in_use import check_free
 
     if plan.device is None or settings.loaded is not None:
         return
@@ -251,18 +251,14 @@ def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:
     )
 
 
-def _run_dtype(settings: CachedSettings) -> str:
+def _run_dtype(settings: CachedSettings, config: Any) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
     from kvtool.models.placement import resolve_dtype
 
     device = planned_device(settings)
-    dtype = resolve_dtype(settings.dtype or "auto", device)
-    if dtype != "auto":
-        return dtype
-    config = settings.source().config()
-    return stored_dtype(config, dtype)
+    return stored_dtype(config, resolve_dtype(settings.dtype or "auto", device))
 
 
 def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,10 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
     from kvtool.engines.offers import Offer
+    from kvtool.engines.requests import Choice
     from kvtool.engines.server import Served
     from kvtool.models.load import Loaded
+    from kvtool.policies.policy import Policy
 
 _SUFFIXES = (".safetensors", ".kv")
 
@@ -100,11 +103,9 @@ class ServeRun:
         offers, also = self._offers(loaded)
         memory, most = self._room(loaded, list(offers.values()), watcher)
         answers = LiveAnswers(model, loaded.tokenizer, memory=memory, most_sequences=most)
-        opener = Opener(loaded, longest)
-        choose = _Chooser(self, loaded)
+        choose, opener = partial(self._choose, loaded), Opener(loaded, longest)
         new = settings.new_tokens
-        names = choose.names
-        return Served(loaded, offers, also, choose, names, opener, answers, settings.key, new)
+        return Served(loaded, offers, also, choose, opener, answers, settings.key, new)
 
     def _room(
         self, loaded: Loaded, offers: list[Offer], watcher: Watcher
@@ -157,61 +158,36 @@ class ServeRun:
                 also[stem] = name
         return {loaded.name: plain, **books}, also
 
-
-class _Chooser:
-    """Makes offers of the policies and budgets that requests choose."""
-
-    def __init__(self, run: ServeRun, loaded: Loaded) -> None:
-        self._run, self._loaded = run, loaded
-
-    def names(self) -> str:
-        """Say what may be chosen."""
-        if not self._run.allowed:
-            return "this server lets requests choose no policy (--allow-policies)"
-        return f"this server allows {', '.join(self._run.allowed)}"
-
-    def __call__(self, offer: Offer, policy: str | None, budget: str | None) -> Offer:
-        """Return an offer of a policy and budget.
+    def _choose(self, loaded: Loaded, offer: Offer, choice: Choice) -> Offer:
+        """Return an offer of the policy and budget that a request chooses.
 
         Raises:
-            Refused: they are not allowed, or make no sense.
+            Refused, UsageError: they are not allowed, or make no sense.
         """
         from kvtool.engines.requests import Refused
 
-        request = self._run.request
         if offer.base is not None:
             raise Refused(f"`{offer.name}` goes on by the policy that its text was read with")
-        try:
-            chosen = str(request.policy) if policy is None else self._spell(policy)
-            if chosen not in self._run.allowed:
-                raise Refused(f"policy {quote(policy or chosen)} is not allowed; {self.names()}")
-            size = self._budget(chosen, budget)
-        except UsageError as error:
-            if isinstance(error, Refused):
-                raise
-            raise Refused(f"kvtool: {error}") from None
-        asked = replace(request, policy=parse_policy(chosen, imports=False), budget=size, plan=None)
-        return make_offer(self._loaded, asked, offer.name)
+        policy = self.request.policy
+        if choice.policy is not None:  # no module is imported that only a request names
+            policy = parse_policy(choice.policy, imports=False)
+        if str(policy) not in self.allowed:
+            listed = ", ".join(self.allowed) or "no policy (--allow-policies)"
+            raise Refused(f"policy {quote(policy)} is not allowed; this server allows {listed}")
+        budget = None
+        if policy.takes_budget:
+            budget = _budget(policy, choice.budget, self.request.budget)
+        asked = replace(self.request, policy=policy, budget=budget, plan=None)
+        return make_offer(loaded, asked, offer.name)
 
-    def _spell(self, policy: str) -> str:
-        """Return a policy as it is spelled; no module is imported that only a request names."""
-        if policy in self._run.allowed:
-            return policy
-        return str(parse_policy(policy, imports=False))
 
-    def _budget(self, policy: str, budget: str | None) -> Budget | None:
-        """Read a budget; without one, that of the command line."""
-        chosen = parse_policy(policy, imports=False)
-        if not chosen.takes_budget:
-            return None
-        size = self._run.request.budget if budget is None else Budget.parse(budget)
-        if size is None:
-            raise UsageError(f"policy `{policy}` takes a budget, and none is given")
-        if size.share is not None:
-            raise UsageError(f"a request takes no budget of {quote(size)}")
-        if size.tokens is not None:
-            chosen.check_budget(size.tokens)
-        return size
+def _budget(policy: Policy, chosen: int | str | None, otherwise: Budget | None) -> Budget:
+    budget = otherwise if chosen is None else Budget.parse(chosen)
+    if budget is None or budget.share is not None:
+        raise UsageError(f"policy `{policy}` takes a budget in tokens or bytes, got {budget}")
+    if budget.tokens is not None:
+        policy.check_budget(budget.tokens)
+    return budget
 
 
 def make_offer(loaded: Loaded, request: Request, name: str, base: KVCache | None = None) -> Offer:

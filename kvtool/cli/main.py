@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
@@ -17,7 +18,7 @@ from typer.core import TyperGroup
 
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import ReaderGone, fill_closed_streams, tell
-from kvtool.errors import KvtoolError, did_you_mean, is_out_of_memory
+from kvtool.errors import KvtoolError, did_you_mean, in_one_line, is_out_of_memory
 from kvtool.garbage import collect_seldom
 from kvtool.version import VERSION
 
@@ -96,7 +97,7 @@ def run(arguments: Sequence[str] | None = None) -> NoReturn:
     except OSError as error:  # which Python would report in its own words on its way out
         _forget_stdout()
         code = code or 1
-        _tell(_explain(error) or KvtoolError("stdout cannot be written"))
+        _tell(_explain(error))
     gc.freeze()  # nothing is left to collect one by one while the interpreter ends
     sys.exit(code)
 
@@ -115,10 +116,10 @@ def main(arguments: Sequence[str]) -> int:
         return 141  # as a program that SIGPIPE ended
     except KeyboardInterrupt:
         return 130
-    except (KvtoolError, typer.TyperException, OSError, MemoryError, RuntimeError) as error:
-        mistake = _explain(error)
-        if mistake is None or debug:
+    except Exception as error:
+        if debug:
             raise
+        mistake = _explain(error)
         _tell(mistake)
         return mistake.exit_code
 
@@ -136,8 +137,8 @@ def _check_docstrings() -> None:
         )
 
 
-def _explain(error: Exception) -> KvtoolError | None:
-    """Return the mistake behind an exception, or None for a bug, which keeps its traceback."""
+def _explain(error: Exception) -> KvtoolError:
+    """Return the mistake behind an exception; of one that nobody foresaw, what and where it is."""
     if isinstance(error, KvtoolError):
         return error
     if isinstance(error, typer.TyperException):
@@ -151,7 +152,13 @@ def _explain(error: Exception) -> KvtoolError | None:
             return KvtoolError("a standard stream is closed that the command reads or writes")
         place = f"`{error.filename}`: " if error.filename else ""
         return KvtoolError(f"{place}{error.strerror or error}")
-    return None
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [each for each in frames if "kvtool" in each.filename] or frames
+    place = f"{ours[-1].filename}, line {ours[-1].lineno}"
+    return KvtoolError(
+        f"{in_one_line(error)} ({place})",
+        hint="report it with the lines of --debug and of python -m kvtool --version",
+    )
 
 
 def _explain_usage(error: typer.TyperException) -> KvtoolError:

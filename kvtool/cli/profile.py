@@ -107,7 +107,7 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
             "seed": options.seed,
         }
     if options.memory_there is not None:
-        from kvtool.calls.memory import estimate_text
+        from kvtool.calls.fitting import estimate_text
 
         settings["memory"] = estimate_text(options, request.tokens, plan.steps)
     for name in OF_POLICY:

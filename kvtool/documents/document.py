@@ -5,10 +5,11 @@ Values of a recipe may be written in a short form or as a mapping.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AliasChoices,
@@ -19,10 +20,42 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
 )
 
-from kvtool.documents.json_writer import dump_json
+from kvtool.errors import printable
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, WIDTH, parse_count
+
+_STEP = "  "
+
+
+def dump_json(value: Any, margin: str = "") -> str:
+    """Write dictionaries, lists and scalars, indented.
+
+    >>> print(dump_json({"a": [1, None], "b": ["x"]}))
+    {
+      "a": [1, null],
+      "b": [
+        "x"
+      ]
+    }
+    """
+    inner = margin + _STEP
+    if isinstance(value, dict) and value:
+        lines = [f"{inner}{_scalar(key)}: {dump_json(each, inner)}" for key, each in value.items()]
+        return "{\n" + ",\n".join(lines) + f"\n{margin}}}"
+    if isinstance(value, list) and not all(
+        each is None or isinstance(each, (int, float)) for each in value
+    ):
+        return "[\n" + ",\n".join(inner + dump_json(e, inner) for e in value) + f"\n{margin}]"
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> str:
+    plain = printable(value) if isinstance(value, str) else value
+    return json.dumps(plain, ensure_ascii=False)
+
 
 TokenCount = Annotated[PositiveInt, Field(le=MOST_TOKENS)]
 """Tokens of a text, 1 or more."""
@@ -49,10 +82,18 @@ class Unit:
 PER_HEAD, PER_LAYER = Unit("per layer and KV head"), Unit("per layer")
 
 
+Kind = TypeVar("Kind", bound="Section")
+
+
 class Section(BaseModel):
     """A part of a document; unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    @classmethod
+    def taken_from(cls: type[Kind], values: object) -> Kind:
+        """Make the section of what an object has under the names of its fields."""
+        return cls(**{name: getattr(values, name) for name in cls.model_fields})
 
     def units(self) -> Iterator[tuple[tuple[str, ...], str]]:
         """Yield the units of fields, with the keys that lead there."""
@@ -61,6 +102,18 @@ class Section(BaseModel):
             value = getattr(self, name)
             if isinstance(value, Section):
                 yield from (((name, *keys), text) for keys, text in value.units())
+
+
+class SparseSection(Section):
+    """A section that is written without null: in its `optional` fields, or in any if None."""
+
+    optional: ClassVar[tuple[str, ...] | None] = None
+
+    @model_serializer(mode="wrap")
+    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        names = found if self.optional is None else self.optional
+        return {key: each for key, each in found.items() if each is not None or key not in names}
 
 
 class Document(Section):

@@ -18,7 +18,6 @@ from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
 _ROOM = 16  # bytes of a temporary's name beside that of its file
-_SHOWN = 40  # letters of a name that is too long
 
 
 def as_folder(name: str) -> str:
@@ -74,17 +73,12 @@ def check_name(path: Path, option: str) -> None:
     """Refuse a path with a name that no file can have.
 
     Raises:
-        UsageError: a part of it is longer than 255 bytes, or all of it than the system takes.
+        UsageError: a part of it, or all of it, is longer than the system takes.
     """
-    for part in path.parts:
-        size = len(os.fsencode(part))
-        if size > _LONGEST_NAME:
-            raise UsageError(
-                f"{option}: `{part[:_SHOWN]}...` has {size} bytes, and a file name has at most "
-                f"{_LONGEST_NAME}"
-            )
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise UsageError(f"{option}: a path has at most {_LONGEST_PATH} bytes")
+    longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
+    if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
+        limits = f"a file name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
+        raise UsageError(f"{option}: {limits}, got {quote(path)}")
 
 
 def check_unicode(name: str, what: str) -> None:
@@ -141,19 +135,34 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    _sweep(path)
     handle, temporary = _make_temporary(path)
-    try:
+
+    def fill(temporary: Path) -> None:
         write(temporary)
         temporary.chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
         _sync(temporary)
+
+    _put(path, handle, temporary, fill)
+
+
+def _put(path: Path, handle: int, temporary: Path, fill: Callable[[Path], object]) -> None:
+    """Fill a temporary that is open and locked, and put it in place; a failure leaves nothing."""
+    try:
+        fill(temporary)
         temporary.replace(path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        _delete(temporary)
         raise
     finally:
         os.close(handle)
     _sync(path.parent)
+
+
+def _delete(left: Path) -> None:
+    if left.is_dir():
+        shutil.rmtree(left, ignore_errors=True)
+    else:
+        left.unlink(missing_ok=True)
 
 
 def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
@@ -166,64 +175,46 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
         KvtoolError: the system refused (no space, no permission), in one line.
     """
     folder = Path(os.path.realpath(folder))
-    mark, end = _temporary_name(folder)
+
+    def fill_all(temporary: Path) -> None:
+        fill(temporary)
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~_umask())
+            _sync(file)
+        temporary.chmod(0o777 & ~_umask())
+
     try:
-        for left in temporaries_of(folder):
-            _sweep_folder(left)
-        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=mark, suffix=end))
-        handle = os.open(temporary, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                lock(handle)
-            fill(temporary)
-            for file in temporary.iterdir():
-                file.chmod(0o666 & ~_umask())
-                _sync(file)
-            temporary.chmod(0o777 & ~_umask())
-            temporary.replace(folder)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        finally:
-            os.close(handle)
-        _sync(folder.parent)
+        handle, temporary = _make_temporary(folder, is_folder=True)
+        _put(folder, handle, temporary, fill_all)
     except OSError as error:
         raise KvtoolError(f"cannot write `{folder}`: {error.strerror or error}") from error
 
 
-def _sweep_folder(left: Path) -> None:
-    """Delete a temporary folder whose writer is dead, so that no process locks it."""
-    with contextlib.suppress(OSError):
-        handle = os.open(left, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            if lock(handle, wait=False):
-                shutil.rmtree(left)
-        finally:
-            os.close(handle)
+def _make_temporary(path: Path, *, is_folder: bool = False) -> tuple[int, Path]:
+    """Make a temporary that is locked as long as its writer lives, whatever ends it.
 
-
-def _make_temporary(path: Path) -> tuple[int, Path]:
-    """Make a temporary that is locked as long as its writer lives, whatever ends it."""
-    mark, end = _temporary_name(path)
-    while True:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
-            lock(handle)
-        if os.fstat(handle).st_nlink > 0:
-            return handle, Path(name)
-        os.close(handle)  # another process has swept it before it was locked
-
-
-def _sweep(path: Path) -> None:
-    """Delete temporaries whose writers are dead, so that no process locks them."""
+    Those whose writers are dead, so that no process locks them, are deleted.
+    """
     for left in temporaries_of(path):
         with contextlib.suppress(OSError):
             handle = os.open(left, os.O_RDONLY | os.O_NONBLOCK)
             try:
                 if lock(handle, wait=False):
-                    left.unlink()
+                    _delete(left)
             finally:
                 os.close(handle)
+    mark, end = _temporary_name(path)
+    while True:
+        if is_folder:
+            name = tempfile.mkdtemp(dir=path.parent, prefix=mark, suffix=end)
+            handle = os.open(name, os.O_RDONLY)
+        else:
+            handle, name = tempfile.mkstemp(dir=path.parent, prefix=mark, suffix=end)
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept
+            lock(handle)
+        if os.fstat(handle).st_nlink > 0:
+            return handle, Path(name)
+        os.close(handle)  # another process has swept it before it was locked
 
 
 def lock(handle: int, *, wait: bool = True) -> bool:
@@ -313,15 +304,6 @@ def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "te
         return _read_some(stream, name, most, kind)
 
 
-def read_stdin(*, most: int = MOST_BYTES, kind: str = "text") -> bytes:
-    """Read stdin to its end.
-
-    Raises:
-        UsageError: too much.
-    """
-    return _read_some(sys.stdin.buffer, "stdin", most, kind)
-
-
 def _read_some(stream: BinaryIO, name: str, most: int, kind: str) -> bytes:
     data = stream.read(most + 1)
     if len(data) > most:
@@ -357,25 +339,31 @@ def read_prompt(path: str) -> str:
     return check_prompt(text.removesuffix("\n").removesuffix("\r"), name)
 
 
-def read_utf8(path: str, what: str) -> tuple[str, str]:
-    """Read a text file, `-` for stdin.
+def read_utf8(
+    path: str | Path, what: str, *, most: int = MOST_BYTES, kind: str = "text"
+) -> tuple[str, str]:
+    """Read a text file; `-`, as text, is stdin.
 
     Args:
         what: the file in words, such as `prompt file`.
+        most, kind: as for `read_bytes`.
 
     Returns:
         What it is called in messages, and its text.
 
     Raises:
-        UsageError: missing, unreadable, no regular file, over 64 MiB or not UTF-8.
+        UsageError: missing, unreadable, no regular file, too large or not UTF-8.
     """
     name = "stdin" if path == "-" else f"{what} `{path}`"
     try:
-        data = read_stdin() if path == "-" else read_bytes(expand(path), name)
+        if path == "-":
+            data = _read_some(sys.stdin.buffer, name, most, kind)
+        else:
+            data = read_bytes(expand(path), name, most=most, kind=kind)
     except FileNotFoundError:
         raise UsageError(f"{name} does not exist") from None
     except IsADirectoryError:
-        raise UsageError(f"{name} is a folder") from None
+        raise UsageError(f"{name} is a folder, not a file") from None
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
     try:

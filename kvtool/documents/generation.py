@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
@@ -36,11 +35,6 @@ class CacheSection(Section):
     traffic_pairs: NonNegativeFloat
     traffic_bytes: NonNegativeInt
 
-    @classmethod
-    def of(cls, report: object) -> CacheSection:
-        """Take the numbers from a cache's report, which has them under the same names."""
-        return cls(**{name: getattr(report, name) for name in cls.model_fields})
-
     def in_words(self) -> str:
         """Say how many of the tokens seen were kept."""
         kept = [tokens for tokens in self.kept_per_layer if tokens > 0] or [0]
@@ -50,25 +44,6 @@ class CacheSection(Section):
             f"kept {span} of {self.tokens_seen} tokens, {bytes_in_words(self.kv_bytes)} "
             f"of {bytes_in_words(self.full_bytes)}{smaller}"
         )
-
-
-class StagesInUse(Protocol):
-    """RocketKV's stages for a prompt, as `kvtool.planning.rocketkv` has them."""
-
-    @property
-    def token_budget(self) -> int: ...
-
-    @property
-    def kept(self) -> Sequence[int]: ...
-
-    @property
-    def page_size(self) -> int: ...
-
-    @property
-    def head_dims(self) -> int: ...
-
-    @property
-    def top_k(self) -> int: ...
 
 
 class StagesSection(Section):
@@ -103,10 +78,12 @@ class PlanSection(Section):
     rocketkv: StagesSection | None
 
     @classmethod
-    def of(
-        cls, plan: PlanDocument, tokens: list[int], stages: StagesInUse | None, held: int
-    ) -> PlanSection:
-        """Take from a plan the values that a run uses."""
+    def of(cls, plan: PlanDocument, tokens: list[int], stages: Any, held: int) -> PlanSection:
+        """Take from a plan the values that a run uses.
+
+        Args:
+            stages: RocketKV's for the prompt, as `kvtool.planning.rocketkv` has them; or None.
+        """
         rocketkv = None
         if stages is not None and plan.rocketkv is not None:
             rocketkv = StagesSection(
@@ -149,11 +126,6 @@ class Fidelity(Section):
     agreement: float
     kl: float
     first_divergence: NonNegativeInt | None
-
-    @classmethod
-    def of(cls, fidelity: object) -> Fidelity:
-        """Take the numbers from a measurement."""
-        return cls(**{name: getattr(fidelity, name) for name in cls.model_fields})
 
     def in_words(self) -> str:
         """Say how close the run stayed."""

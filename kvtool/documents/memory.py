@@ -4,17 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import (
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from kvtool.documents.document import PER_HEAD, Section, TokenCount, Unit
+from kvtool.documents.document import PER_HEAD, Section, SparseSection, TokenCount, Unit
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import (
@@ -70,7 +64,7 @@ class UnknownMemory:
     hint: str | None = None
 
 
-class CacheMemory(Section):
+class CacheMemory(SparseSection):
     """What a prompt and its answer take, from the configuration alone; bytes of all layers.
 
     Attributes:
@@ -87,6 +81,8 @@ class CacheMemory(Section):
         fits: whether the peak does; None where that is not known.
     """
 
+    optional: ClassVar = ("reads",)
+
     prompt_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
     tokens: Annotated[list[NonNegativeInt], PER_HEAD]
@@ -97,13 +93,6 @@ class CacheMemory(Section):
     full_bytes: NonNegativeInt
     peak_bytes: NonNegativeInt | None
     fits: bool | None
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found = serialize(self)
-        if self.reads is None:
-            found.pop("reads", None)  # which the caller may have left out already
-        return found
 
     def beside(self, others: Sequence[CacheMemory], memory: DeviceMemory) -> CacheMemory:
         """Return the same with the caches of others there at its peak.
@@ -151,7 +140,7 @@ class RunMemory(CacheMemory, DeviceMemory):
         return f"memory: {self.needed()}; {self.there()}"
 
 
-class ModelShape(Section):
+class ModelShape(SparseSection):
     """What a model stores per token, and what distinguishes it from others.
 
     `kv_bytes_per_token` counts keys and values of all attention layers, those with a sliding window
@@ -159,6 +148,8 @@ class ModelShape(Section):
     (MLA) one head stores `head_dim` numbers, the first `latent_dim` of them as key; elsewhere
     `latent_dim` is left out, and `head_dim` is the size of a key.
     """
+
+    optional: ClassVar = ("latent_dim",)
 
     id: str
     revision: str | None = None
@@ -174,13 +165,6 @@ class ModelShape(Section):
     kv_bytes_per_token: Annotated[PositiveInt, Field(le=MOST_BYTES)]
     vocabulary: PositiveInt | None = None
     trained_length: PositiveInt | None = None
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found = serialize(self)
-        if self.latent_dim is None:
-            found.pop("latent_dim", None)  # which the caller may have left out already
-        return found
 
     @classmethod
     def of(

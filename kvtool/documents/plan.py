@@ -1,13 +1,13 @@
 """The plan that `kvtool plan-budget` makes: tokens per layer, RocketKV's sizes, and totals.
 
-The numbers of RocketKV's plan follow from each other (Behnam et al., 2025, section 3). Numbers that
-contradict each other are refused at the place of one of them.
+A run obeys the decisions in it. Numbers that follow from these are for the reader: a run computes
+them again and never reads them.
 """
 
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -16,16 +16,21 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
     model_validator,
 )
 
-from kvtool.documents.document import PER_HEAD, Section, Share, ShownDocument, TokenCount, Unit
+from kvtool.documents.document import (
+    PER_HEAD,
+    Section,
+    Share,
+    ShownDocument,
+    SparseSection,
+    TokenCount,
+    Unit,
+)
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.tree import Keys
-from kvtool.documents.ways import Device, Way
 from kvtool.errors import UsageError
 from kvtool.model_shape import FREE
 from kvtool.sizes import MOST_BYTES, MOST_TOKENS, Budget
@@ -75,10 +80,9 @@ def _ratio(value: Any) -> Any:
 
 
 _NO_STAGE1 = "needs `stage1_tokens`, or `split_factor`, which gives it"
-_ROUNDING = 1e-6  # how far a number may be off that another one gives, as a share of it
 
 
-class Target(Section):
+class Target(SparseSection):
     """What the plan was made for: one of `ratio`, `tokens` and `bytes`, and the longest request.
 
     Attributes:
@@ -110,10 +114,6 @@ class Target(Section):
             )
         return self
 
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
     @property
     def budget(self) -> Budget:
         """The target as a size."""
@@ -131,37 +131,32 @@ _Heads = Annotated[list[TokenCount], Field(min_length=1)]
 _PER_HEAD_OF_LAYER = Unit("a list per layer, a number per KV head")
 
 
-class LayerPlan(Section):
+class LayerPlan(SparseSection):
     """Tokens per layer and KV head.
 
     Sliding-window layers keep their window, and layers without attention keep nothing. The target
     counts neither, and neither has a fraction.
 
-    Where the plan has `totals`, `tokens` must agree with them and with `fractions`. A plan that was
-    edited goes without them: then `tokens` are used unchanged, and their sum is the target.
+    Where the plan has `totals`, `tokens` are those of the target together. A plan that was edited
+    goes without them: then `tokens` are used unchanged, and their sum is the target.
 
     Attributes:
-        allocator: how the target was split.
+        allocator: how the target was split; a note.
         min_tokens: least of a layer whose budget is free.
         tokens: for a prompt of `target.prompt_tokens`; those of free layers sum to the target
             times their number.
-        fractions: tokens as a share of that prompt.
+        fractions: tokens as a share of that prompt; a note.
         heads: tokens of each KV head of the layers whose budget is free, where heads have budgets
             of their own; their mean is the layer's.
     """
+
+    optional: ClassVar = ("heads",)
 
     allocator: str = "uniform"
     min_tokens: TokenCount = 1
     tokens: Annotated[list[Annotated[NonNegativeInt, Field(le=MOST_TOKENS)]], PER_HEAD]
     fractions: Annotated[list[Share | None] | None, Unit("of the prompt, per layer")] = None
     heads: Annotated[list[_Heads | None] | None, _PER_HEAD_OF_LAYER] = None
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        data: dict[str, Any] = serialize(self)
-        if self.heads is None:
-            data.pop("heads", None)
-        return data
 
 
 class Cost(Section):
@@ -176,11 +171,11 @@ class Cost(Section):
 
 
 class RocketKVSection(Section):
-    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv`.
+    """The two stages of RocketKV for the target's context; see `kvtool.planning.rocketkv_stages`.
 
     A run obeys `token_budget`, `stage1_tokens`, `page_size`, `head_dims` and `top_k`.
     `split_factor` gives `stage1_tokens` where that is left out. All other numbers follow from these
-    and must agree with them (`kvtool.planning.derived`).
+    and are notes for the reader.
     """
 
     context: TokenCount
@@ -212,7 +207,7 @@ class Amount(Section):
     share_of_full: NonNegativeFloat
 
 
-class Totals(Section):
+class Totals(SparseSection):
     """What all layers and rows hold together, the policy's own numbers included.
 
     Attributes:
@@ -236,10 +231,6 @@ class Totals(Section):
     traffic: Amount | None = None
     reading: NonNegativeInt | None = None
 
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
 
 class PredictedLoss(Section):
     """What the answer is expected to lose, by a profile's `answer_loss`, in nats per token.
@@ -255,6 +246,85 @@ class PredictedLoss(Section):
     equal: NonNegativeFloat
     planned: NonNegativeFloat
     standard_error: NonNegativeFloat
+
+
+Prefill = Literal["block", "full"]
+
+WayKind = Literal["bits", "bits and eviction", "eviction", "reading"]
+"""Everything in fewer bits, some tokens in fewer bits, some tokens, or all read sparsely."""
+
+KINDS: tuple[WayKind, ...] = get_args(WayKind)
+
+
+class Peaks(Section):
+    """Bytes that live at a time, estimated: with a prompt that is read in blocks, or at once."""
+
+    block: NonNegativeInt
+    full: NonNegativeInt
+
+
+class WayLoss(Section):
+    """The share of the full cache's right answers that is expected to be lost.
+
+    Attributes:
+        known: where the question is in the prompt; None: not measured.
+        later: where it is asked after the prompt was compressed; None: not measured.
+    """
+
+    known: NonNegativeFloat | None = None
+    later: NonNegativeFloat | None = None
+
+    @property
+    def worse(self) -> float:
+        """The larger of the two."""
+        return max(self.known or 0.0, self.later or 0.0)
+
+
+class Way(SparseSection):
+    """One way to run the plan's model.
+
+    Attributes:
+        tokens: kept of the prompt, per layer and KV head.
+        share: of the prompt that is kept.
+        key_bits, value_bits: of a channel.
+        reads: pairs that a step reads per layer and KV head, where that is the budget.
+        bytes: held, the policy's own numbers included.
+        share_of_full: bytes as a share of the keys and values of a full cache.
+        traffic: bytes that a token reads.
+        peak: with `--memory` the weights are part of it.
+        prefill: how the command reads the prompt, which has the smaller peak.
+        excess: bytes by which it does not fit.
+        command: runs it; without a prompt of its own.
+    """
+
+    policy: str
+    kind: WayKind
+    tokens: TokenCount
+    share: NonNegativeFloat
+    key_bits: PositiveInt
+    value_bits: PositiveInt
+    reads: PositiveInt | None = None
+    bytes: NonNegativeInt
+    share_of_full: NonNegativeFloat
+    traffic: NonNegativeInt
+    peak: Peaks
+    prefill: Prefill
+    loss: WayLoss
+    fits: bool
+    excess: NonNegativeInt = 0
+    command: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the command."""
+        return self.peak.block if self.prefill == "block" else self.peak.full
+
+
+class Device(Section):
+    """A device that a plan is for: its memory, and the weights in it, in bytes."""
+
+    memory: PositiveInt
+    weights: NonNegativeInt
 
 
 class PlanDocument(ShownDocument):
@@ -304,44 +374,34 @@ class PlanDocument(ShownDocument):
 
     @model_validator(mode="after")
     def _fits_its_model(self) -> PlanDocument:
-        kinds = self.model.layer_types
-        for name in ("tokens", "fractions"):
-            values = getattr(self.layers, name)
+        layers, kinds = self.layers, self.model.layer_types
+        for name, values in (("tokens", layers.tokens), ("heads", layers.heads)):
             if values is not None and not len(values) == len(kinds) == self.model.layers:
                 raise ValueError(
                     f"`layers.{name}` has {len(values)} entries, but the model {self.model.layers} "
                     "layers"
                 )
-        for i, kind in enumerate(kinds):
-            if self.layers.fractions and (kind in FREE) != (self.layers.fractions[i] is not None):
-                what = "needs a fraction" if kind in FREE else "has no budget of its own to plan"
-                raise ValueError(f"`layers.fractions.{i}`: a layer of kind `{kind}` {what}")
-            least, tokens = self.layers.min_tokens, self.layers.tokens[i]
-            if kind in FREE and tokens < least:
-                raise ValueError(
-                    f"`layers.tokens.{i}` is {tokens}, below `layers.min_tokens` {least}"
-                )
         if not self.free_layers:
             raise ValueError("no layer has a budget to plan")
+        for i in self.free_layers:
+            if layers.tokens[i] < layers.min_tokens:
+                raise ValueError(
+                    f"`layers.tokens.{i}` is {layers.tokens[i]}, below `layers.min_tokens` "
+                    f"{layers.min_tokens}"
+                )
         return self
 
     @model_validator(mode="after")
     def _heads_fit_their_layers(self) -> PlanDocument:
-        heads = self.layers.heads
-        if heads is None:
-            return self
-        if len(heads) != self.model.layers:
-            raise ValueError(
-                f"`layers.heads` has {len(heads)} entries, but the model {self.model.layers} layers"
-            )
-        for i, own in enumerate(heads):
+        least = self.layers.min_tokens
+        for i, own in enumerate(self.layers.heads or []):
             if (i in self.free_layers) != (own is not None):
                 kind = self.model.layer_types[i]
                 what = "needs tokens" if own is None else "has no budget of its own to plan"
                 raise ValueError(f"`layers.heads.{i}`: a layer of kind `{kind}` {what}")
             if own is None:
                 continue
-            mean, least = self.layers.tokens[i], self.layers.min_tokens
+            mean = self.layers.tokens[i]
             if sum(own) != mean * len(own):
                 message = (
                     f"{sum(own)} tokens in {len(own)} KV heads do not agree with "
@@ -355,64 +415,40 @@ class PlanDocument(ShownDocument):
         return self
 
     @model_validator(mode="after")
-    def _tokens_agree(self) -> PlanDocument:
-        if self.totals is None:
+    def _tokens_are_those_of_the_target(self) -> PlanDocument:
+        budget, n = self.target.budget, self.target.prompt_tokens
+        if self.edited or budget.bytes is not None:
             return self
-        n = self.target.prompt_tokens
-        as_they_stand = "without `totals` the tokens stand as they are"
-        for i, share in enumerate(self.layers.fractions or []):
-            given = self.layers.tokens[i]
-            if share is not None and abs(given - share * n) > _ROUNDING * n:
-                message = (
-                    f"{given} tokens do not agree with `layers.fractions.{i}`, {share} of {n} "
-                    f"tokens; {as_they_stand}"
-                )
-                raise disagreement(("layers", "tokens", i), given, message)
-        held = sum(min(tokens, n) for tokens in self.layers.tokens)
-        if held != self.totals.tokens:
-            message = (
-                f"they are {held} together, and `totals.tokens` is {self.totals.tokens}; "
-                f"{as_they_stand}"
-            )
-            raise disagreement(("layers", "tokens"), self.layers.tokens, message)
-        budget = self.target.budget
-        mean = None if budget.bytes is not None else budget.for_prompt(n)
-        planned = sum(self.layers.tokens[i] for i in self.free_layers)
-        if mean is not None and planned != min(mean, n) * len(self.free_layers):
+        planned, count = sum(self.layers.tokens[i] for i in self.free_layers), len(self.free_layers)
+        mean = budget.for_prompt(n)
+        if planned != min(mean, n) * count:
             message = (
                 f"they are {planned} together in layers whose budget is free, and the target is "
-                f"{mean} in each of {len(self.free_layers)}; {as_they_stand}"
+                f"{mean} in each of {count}; without `totals` the tokens stand as they are"
             )
             raise disagreement(("layers", "tokens"), self.layers.tokens, message)
         return self
 
     @model_validator(mode="after")
-    def _stages_agree(self) -> PlanDocument:
+    def _stages_are_in_range(self) -> PlanDocument:
         section, new = self.rocketkv, self.target.max_new_tokens
         if section is None:
             return self
-
-        def check(name: str, right: float, why: str) -> None:
-            given = getattr(section, name)
-            slack = 0 if isinstance(right, int) else _ROUNDING * abs(right)
-            if given is not None and abs(given - right) > slack:
-                message = f"{given} does not agree with {why}, which make it {right}"
-                raise disagreement(("rocketkv", name), given, message)
-
-        check("context", self.target.context, "`target.context`")
-        ratio = compression_ratio(section.context, section.token_budget)
-        check("compression_ratio", ratio, "`context` and `token_budget`")
-        if section.stage1_tokens is None and section.split_factor is None:
+        context, split = section.context, section.split_factor
+        if context != self.target.context:
+            message = f"{context} does not agree with `target.context`, {self.target.context}"
+            raise disagreement(("rocketkv", "context"), context, message)
+        if section.stage1_tokens is None and split is None:
             raise disagreement(("rocketkv",), None, _NO_STAGE1)
-        if section.split_factor is not None:
-            given = section.context, section.token_budget, section.split_factor, new
-            sizes = "`split_factor`, `context` and `token_budget`"
-            check("stage1_tokens", stage1_tokens(*given), sizes)
         stage1 = section.stage1(new)
-        if not new < stage1 <= section.context:
-            why = f"stage 1 leaves {stage1} of {section.context} tokens, {new} of them new"
+        right = (
+            stage1 if split is None else stage1_tokens(context, section.token_budget, split, new)
+        )
+        why = f"stage 1 leaves {stage1} of {context} tokens, {new} of them new"
+        if stage1 != right:
+            why = f"{stage1} does not agree with `split_factor`, which makes it {right}"
+        if stage1 != right or not new < stage1 <= context:
             raise disagreement(("rocketkv", "stage1_tokens"), stage1, why)
-        check("prompt_tokens", stage1 - new, "`stage1_tokens` and `target.max_new_tokens`")
         if section.head_dims > self.model.key_dim:
             message = f"{section.head_dims} is more than the {self.model.key_dim} of a head"
             raise disagreement(("rocketkv", "head_dims"), section.head_dims, message)

@@ -6,6 +6,7 @@ Every list over layers has `model.layers` entries, null for a layer that the ana
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -13,8 +14,6 @@ from pydantic import (
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 
@@ -23,6 +22,7 @@ from kvtool.documents.document import (
     ByteCount,
     Section,
     ShownDocument,
+    SparseSection,
     TokenCount,
     Unit,
 )
@@ -34,7 +34,6 @@ Layers = list[FiniteFloat | None]
 
 LayerCurves = list[list[FiniteFloat] | None]
 """One list per layer, an entry for each point of the axis beside it."""
-
 
 _PER_RATE = Unit("a list per layer, a number per rate")
 
@@ -50,15 +49,7 @@ class ProfileData(Section):
     fingerprint: str
 
 
-class _Sparse(Section):
-    """A section that leaves out what was not measured."""
-
-    @model_serializer(mode="wrap")
-    def _measured(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in serialize(self).items() if value is not None}
-
-
-class Jaccard(_Sparse):
+class Jaccard(SparseSection):
     """Overlap of what a score keeps step by step and what it would keep with nothing evicted.
 
     `rates` are shares of the text that are kept; each score has layers x rates.
@@ -82,7 +73,7 @@ class OutputErrors(Section):
     errors: Annotated[LayerCurves, Unit("a list per layer, a number per budget")]
 
 
-HeadCurves = list[list[list[FiniteFloat]] | None]
+HeadCurves = list[Annotated[list[list[FiniteFloat]], Field(min_length=1)] | None]
 """One list per layer, in it one per KV head, an entry for each point of the axis beside it."""
 
 _PER_HEAD = Unit("nats per token: a list per layer, in it one per KV head, a number per budget")
@@ -102,7 +93,7 @@ class HeadLosses(Section):
     ]
 
 
-class AnswerLosses(_Sparse):
+class AnswerLosses(SparseSection):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
     `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
@@ -151,7 +142,7 @@ class MemoryTable(Section):
     ]
 
 
-class Metrics(_Sparse):
+class Metrics(SparseSection):
     """The measurements, means over heads and samples.
 
     Attributes:
@@ -220,7 +211,7 @@ class RecomputeGrid(Section):
     grid: list[RecomputePoint]
 
 
-class Curves(_Sparse):
+class Curves(SparseSection):
     """The curves behind some of the metrics."""
 
     query_cosine: CosineCurve | None = None
@@ -247,97 +238,64 @@ class ProfileDocument(ShownDocument):
     heads_file: HeadsFile | None = None
 
     @model_validator(mode="after")
-    def _as_many_as_layers(self) -> ProfileDocument:
-        layers = self.model.layers
-        for name, values in self._over_layers():
-            if len(values) != layers:
-                raise ValueError(
-                    f"`{name}` has {len(values)} entries, but the model {layers} layers"
-                )
+    def _consistent(self) -> ProfileDocument:
+        layers, metrics = ("layers", self.model.layers), self.metrics
+        _check_lists("model.layer_types", self.model.layer_types, layers)
+        for name, value in metrics:
+            if isinstance(value, list):
+                _check_lists(f"metrics.{name}", value, layers)
+        if metrics.memory:
+            name = "metrics.memory.layer_bytes_per_token"
+            _check_lists(name, metrics.memory.layer_bytes_per_token, layers)
+        for name, curves, axis in self._curves():
+            _check_lists(name, curves, layers, ("points", len(axis)))
+        losses = metrics.answer_loss
+        if losses and losses.heads:
+            way, first = "metrics.answer_loss.heads", losses.heads.losses
+            samples = "samples", len(losses.by_sample)
+            _check_lists(f"{way}.by_sample", losses.heads.by_sample, samples)
+            points = "points", len(losses.budgets)
+            for name, rows in _tables(way, losses.heads):
+                _check_lists(name, rows, layers)
+                for i, (heads, right) in enumerate(zip(rows, first, strict=True)):
+                    _check_lists(f"{name}.{i}", heads or [], ("KV heads", len(right or [])), points)
         return self
 
-    @model_validator(mode="after")
-    def _as_many_as_heads(self) -> ProfileDocument:
-        lists, losses = self._head_losses(), self.metrics.answer_loss
-        if losses and losses.heads and len(losses.heads.by_sample) != len(losses.by_sample):
-            raise ValueError(
-                f"`metrics.answer_loss.heads.by_sample` has {len(losses.heads.by_sample)} samples, "
-                f"and that of layers {len(losses.by_sample)}"
-            )
-        for name, layers in lists:
-            for i, (heads, first) in enumerate(zip(layers, lists[0][1], strict=True)):
-                found, right = (0 if each is None else len(each) for each in (heads, first))
-                if found != right or heads == []:
-                    raise ValueError(
-                        f"`{name}.{i}` has {found} KV heads, and the first list {right}"
-                    )
-        return self
-
-    @model_validator(mode="after")
-    def _as_many_as_points(self) -> ProfileDocument:
-        for name, curves, points in self._over_points():
-            for layer, curve in enumerate(curves or []):
-                if curve is not None and len(curve) != points:
-                    raise ValueError(
-                        f"`{name}.{layer}` has {len(curve)} entries, but its axis {points} points"
-                    )
-        return self
-
-    def _over_points(self) -> list[tuple[str, LayerCurves | None, int]]:
-        """Return every list of curves with the points of its axis."""
+    def _curves(self) -> Iterator[tuple[str, Any, list[Any]]]:
+        """Yield every list of curves, one a layer, with the points of its axis."""
         metrics, curves = self.metrics, self.curves
-        found: list[tuple[str, LayerCurves | None, int]] = []
         if metrics.output_error:
             error = metrics.output_error
-            found.append(("metrics.output_error.errors", error.errors, len(error.budgets)))
+            yield "metrics.output_error.errors", error.errors, error.budgets
         if metrics.answer_loss:
-            points = len(metrics.answer_loss.budgets)
-            found += [(name, rows, points) for name, rows in self._losses()]
-            for name, layers in self._head_losses():
-                for i, heads in enumerate(layers):
-                    found.append((f"{name}.{i}", None if heads is None else list(heads), points))
+            for name, rows in _tables("metrics.answer_loss", metrics.answer_loss):
+                yield name, rows, metrics.answer_loss.budgets
         if metrics.jaccard:
-            points = len(metrics.jaccard.rates)
-            for score in ("aas", "aqas", "ltas", "mas"):
-                name = f"metrics.jaccard.{score}"
-                found.append((name, getattr(metrics.jaccard, score), points))
-        for name in ("query_cosine", "topk_union", "robustness"):
-            curve = getattr(curves, name) if curves else None
+            for name in ("aas", "aqas", "ltas", "mas"):
+                rates = metrics.jaccard.rates
+                yield f"metrics.jaccard.{name}", getattr(metrics.jaccard, name), rates
+        if curves and curves.query_cosine:
+            cosine = curves.query_cosine
+            yield "curves.query_cosine.values", cosine.values, cosine.distances
+        for name in ("topk_union", "robustness") if curves else ():
+            curve = getattr(curves, name)
             if curve is not None:
-                axis = curve.distances if name == "query_cosine" else curve.steps
-                found.append((f"curves.{name}.values", curve.values, len(axis)))
-        return found
+                yield f"curves.{name}.values", curve.values, curve.steps
 
-    def _losses(self) -> list[tuple[str, LayerCurves]]:
-        """Return every list of layers in `answer_loss`."""
-        found = self.metrics.answer_loss
-        if found is None:
-            return []
-        name = "metrics.answer_loss"
-        own = [(f"{name}.losses", found.losses), (f"{name}.standard_errors", found.standard_errors)]
-        return own + [(f"{name}.by_sample.{i}", rows) for i, rows in enumerate(found.by_sample)]
 
-    def _head_losses(self) -> list[tuple[str, HeadCurves]]:
-        """Return every list of layers in `answer_loss.heads`."""
-        found = self.metrics.answer_loss and self.metrics.answer_loss.heads
-        if not found:
-            return []
-        name = "metrics.answer_loss.heads"
-        own = [(f"{name}.losses", found.losses), (f"{name}.standard_errors", found.standard_errors)]
-        return own + [(f"{name}.by_sample.{i}", rows) for i, rows in enumerate(found.by_sample)]
+def _tables(name: str, losses: AnswerLosses | HeadLosses) -> Iterator[tuple[str, list[Any]]]:
+    """Yield every list of layers in losses."""
+    yield f"{name}.losses", losses.losses
+    yield f"{name}.standard_errors", losses.standard_errors
+    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(losses.by_sample))
 
-    def _over_layers(self) -> list[tuple[str, list[Any]]]:
-        metrics = self.metrics
-        found: dict[str, Any] = {"model.layer_types": self.model.layer_types}
-        for name in Metrics.model_fields:
-            if isinstance(getattr(metrics, name), list):
-                found[f"metrics.{name}"] = getattr(metrics, name)
-        for score in ("aas", "aqas", "ltas", "mas") if metrics.jaccard else ():
-            found[f"metrics.jaccard.{score}"] = getattr(metrics.jaccard, score)
-        if metrics.output_error:
-            found["metrics.output_error.errors"] = metrics.output_error.errors
-        found.update(self._losses())
-        found.update(self._head_losses())
-        if metrics.memory:
-            found["metrics.memory.layer_bytes_per_token"] = metrics.memory.layer_bytes_per_token
-        return [(name, values) for name, values in found.items() if values is not None]
+
+def _check_lists(name: str, value: Any, *axes: tuple[str, int]) -> None:
+    """Check how long nested lists are, axis by axis; null is what was not measured."""
+    (noun, size), *inner = axes
+    if value is None:
+        return
+    if len(value) != size:
+        raise ValueError(f"`{name}` has {len(value)} entries, but there are {size} {noun}")
+    for i, each in enumerate(value if inner else ()):
+        _check_lists(f"{name}.{i}", each, *inner)

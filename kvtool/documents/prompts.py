@@ -7,9 +7,7 @@ OpenAI writes it, or `{"conversations": [..]}`, as ShareGPT does.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,8 +16,8 @@ from pydantic import ConfigDict, StringConstraints, ValidationError
 from kvtool.documents.document import Section, TokenCount
 from kvtool.documents.files import read_utf8
 from kvtool.documents.messages import LISTS, Message, check_order, read_conversation
-from kvtool.documents.readers import load_json, parse_json
-from kvtool.documents.source import reason, show
+from kvtool.documents.readers import Item, json_array, json_lines, load_json
+from kvtool.documents.source import problem_of, show
 from kvtool.documents.tree import DocumentError, Mark, Problem
 from kvtool.errors import UsageError
 
@@ -42,7 +40,7 @@ class _TextLine(_Line):
     prompt: Annotated[str, StringConstraints(pattern=r"\S")]
 
 
-class PromptEntry(Section):
+class PromptEntry(_Line):
     """A prompt of many: a text, or messages, the last of which is answered.
 
     Attributes:
@@ -53,12 +51,8 @@ class PromptEntry(Section):
         bad: why it cannot be asked; None: it can.
     """
 
-    model_config = ConfigDict(strict=True)
-
     prompt: str | None = None
     messages: tuple[Message, ...] | None = None
-    id: str | int | None = None
-    max_new_tokens: TokenCount | None = None
     bad: str | None = None
 
 
@@ -74,48 +68,8 @@ def read_prompts(path: str, *, keep_bad: bool = False) -> list[PromptEntry]:
     """
     name, text = read_utf8(path, "prompts file")
     shown = "<stdin>" if path == "-" else path
-    prompts: list[PromptEntry] = []
-    problems: list[Problem] = []
-    ids: dict[str | int, Mark] = {}
-    for mark, read in _items(text, shown):
-        try:
-            asked = _read_prompt(read())
-            if asked.id is not None and asked.id in ids:
-                first = f"first in line {ids[asked.id].line}"
-                raise ValueError(f"id {show(asked.id)} is given twice, {first}")
-        except ValueError as error:
-            problems.append(_problem(mark, error))
-            prompts.append(PromptEntry(bad=str(problems[-1])))
-            continue
-        if asked.id is not None:
-            ids[asked.id] = mark
-        prompts.append(asked)
-    if problems and not keep_bad:
-        raise DocumentError(problems, hint=_HINT)
-    if not prompts:
-        raise UsageError(f"{name} holds no prompt", hint=_HINT)
-    return prompts
-
-
-def _items(text: str, shown: str) -> Iterator[tuple[Mark, Callable[[], Any]]]:
-    """Yield places and readers of the lines, or of the items of a file that is one JSON array."""
-    if text.lstrip().startswith("[") and _is_list(text):
-        for item in parse_json(text, shown).value:
-            yield item.mark, partial(getattr, item, "data")
-        return
-    start = 0
-    for line in text.split("\n"):
-        if line.strip():
-            yield Mark(shown, text, start), partial(load_json, line, unique=True)
-        start += len(line) + 1
-
-
-def _problem(mark: Mark, error: ValueError) -> Problem:
-    """Say what is wrong with a line, and where."""
-    if isinstance(error, json.JSONDecodeError):
-        place = replace(mark, at=(mark.index or 0) + error.pos)
-        return Problem(place, (), f"is not JSON: {error.msg.lower()}")
-    return Problem(mark, (), _reason(error))
+    whole = text.lstrip().startswith("[") and _is_list(text)
+    return _read(json_array(text, shown) if whole else json_lines(text, shown), name, keep_bad)
 
 
 def _is_list(text: str) -> bool:
@@ -132,37 +86,52 @@ def make_prompts(items: Sequence[Any], *, keep_bad: bool = False) -> list[Prompt
         keep_bad: as for `read_prompts`.
 
     Raises:
-        UsageError: none, or one that is none.
+        UsageError: none.
+        DocumentError: every item that is none.
     """
-    prompts, ids = [], set[str | int | None]()
-    for place, item in enumerate(items):
+    marked = [
+        (Mark(f"prompt {place}"), partial(lambda item: item, item))
+        for place, item in enumerate(items)
+    ]
+    return _read(marked, "the list", keep_bad)
+
+
+def _read(items: Iterable[Item], name: str, keep_bad: bool) -> list[PromptEntry]:
+    prompts: list[PromptEntry] = []
+    problems: list[Problem] = []
+    ids: dict[str | int, Mark] = {}
+    for mark, read in items:
         try:
-            asked = _read_prompt(item)
+            asked = _read_prompt(read())
             if asked.id is not None and asked.id in ids:
-                raise ValueError(f"id {show(asked.id)} is given twice")
+                first = ids[asked.id]
+                where = f"line {first.line}" if first.in_text else first
+                raise ValueError(f"id {show(asked.id)} is given twice, first in {where}")
         except ValueError as error:
-            if not keep_bad:
-                raise UsageError(f"prompt {place}: {_reason(error)}", hint=_HINT) from None
-            asked = PromptEntry(bad=_reason(error))
-        ids.add(asked.id)
+            problems.append(problem_of(mark, error))
+            prompts.append(PromptEntry(bad=str(problems[-1])))
+            continue
+        if asked.id is not None:
+            ids[asked.id] = mark
         prompts.append(asked)
+    if problems and not keep_bad:
+        raise DocumentError(problems, hint=_HINT)
     if not prompts:
-        raise UsageError("there is no prompt", hint=_HINT)
+        raise UsageError(f"{name} holds no prompt", hint=_HINT)
     return prompts
 
 
 def _read_prompt(value: Any) -> PromptEntry:
     if not isinstance(value, dict) or not any(key in value for key in LISTS):
         text = {"prompt": value} if isinstance(value, str) else value
-        line = _TextLine.model_validate(text)
-        return PromptEntry(prompt=line.prompt, id=line.id, max_new_tokens=line.max_new_tokens)
+        try:
+            return PromptEntry(**_TextLine.model_validate(text).model_dump())
+        except ValidationError as error:
+            if error.errors()[0]["type"] == "string_pattern_mismatch":
+                raise ValueError("the prompt is empty") from None
+            raise
     beside = {key: value[key] for key in _Line.model_fields if key in value}
     more = _Line.model_validate(beside)
     messages = read_conversation({key: value[key] for key in value if key not in beside})
     check_order(messages)
-    return PromptEntry(messages=tuple(messages), id=more.id, max_new_tokens=more.max_new_tokens)
-
-
-def _reason(error: ValueError) -> str:
-    first = error.errors()[0]["type"] if isinstance(error, ValidationError) else ""
-    return "the prompt is empty" if first == "string_pattern_mismatch" else reason(error)
+    return PromptEntry(messages=tuple(messages), **more.model_dump())

@@ -1,114 +1,56 @@
-"""Resolve recipe, plan and flags: built-in < recipe < plan < flags < `--set`.
+"""Resolve recipe, plan and flags: built-in < environment < recipe < plan < flags < `--set`.
 
 Each flag is set in its place of a recipe.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from kvtool.documents.files import expand
+from kvtool.documents.overrides import apply_sets, overlay, resolve_includes, spell_out
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.recipe_source import Check, read_recipe, resolve_includes
-from kvtool.documents.settings import MODEL_SETTINGS, settings_of
-from kvtool.documents.source import Source, check_kind, read_named
-from kvtool.documents.tree import DocumentError, Node, Problem
+from kvtool.documents.settings import settings_of
+from kvtool.documents.source import Source, check_kind, read_file, source_of
+from kvtool.documents.tree import DocumentError, Mark, Node, Problem
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import parse_count
 
 
 class Flags:
-    """Settings that are laid over a recipe, weakest first.
+    """Settings beside a recipe, weakest first: each flag as typed, and its value as a recipe's.
 
     Attributes:
-        values: each flag as typed, and its value nested as in a recipe.
-        defaults: those of the environment, in the same form, which a recipe overrides.
+        values: lie over the recipe.
+        defaults: those of the environment, over which the recipe lies.
     """
 
-    def __init__(self, environment: Sequence[str] = ()) -> None:
-        """Begin without a flag.
-
-        Args:
-            environment: settings that variables of the environment gave.
-        """
+    def __init__(self) -> None:
         self.values: list[tuple[str, dict[str, Any]]] = []
         self.defaults: list[tuple[str, dict[str, Any]]] = []
-        self._environment = {f"--{name.replace('_', '-')}" for name in environment}
 
-    def set(self, flag: str, value: Any, *keys: str) -> None:
+    def set(self, flag: str, value: Any, *keys: str, weak: bool = False) -> None:
         """Set a value, unless it is None or an empty list.
 
         Args:
             flag: as typed, for errors.
             keys: the way to it in a recipe.
+            weak: whether the environment gave it.
         """
         if value is None or value == []:
             return
         for key in reversed(keys):
             value = {key: value}
-        weak = flag.split()[0] in self._environment
         (self.defaults if weak else self.values).append((flag, value))
-
-    def left_open(self, source: Source | None) -> list[tuple[str, dict[str, Any]]]:
-        """Return the defaults of the environment whose keys a recipe does not have."""
-        node = None if source is None else resolve_includes(source).node
-        if node is None:
-            return self.defaults
-        return [(flag, values) for flag, values in self.defaults if not _has(node, values)]
-
-    def take(self, name: str, value: Any, *keys: str) -> None:
-        """Set the value of an option under the option's own name in a section."""
-        self.set(f"--{name.replace('_', '-')} {value}", value, *keys, name)
-
-    def take_model(self, model: str | None, settings: dict[str, Any]) -> None:
-        """Set which model runs, and how.
-
-        Args:
-            settings: values of `MODEL_SETTINGS`.
-        """
-        self.set(f"--model {model}", model, "model", "id")
-        for name in MODEL_SETTINGS:
-            self.take(name, settings.get(name), "model")
-
-    def sets(self, key: str) -> bool:
-        """Return whether a flag sets a key of a recipe."""
-        return any(key in values for _, values in self.values)
-
-    def check_beside_plan(self, plan: str) -> None:
-        """Refuse a budget or an allocator beside a plan, which brings both.
-
-        Args:
-            plan: the file it was read from.
-
-        Raises:
-            UsageError: the first such flag.
-        """
-        for flag, values in self.values:
-            if values.keys() & {"budget", "allocator"}:
-                raise UsageError(
-                    f"{flag} and the plan in `{plan}` exclude each other: a plan brings its own "
-                    "budgets",
-                    hint="leave out one of them, or make another plan with kvtool plan-budget",
-                )
-
-
-def _has(node: Node, values: Any) -> bool:
-    """Return whether a recipe has the key of a value that is nested as in a recipe."""
-    if not isinstance(values, dict):
-        return True
-    ((key, value),) = values.items()
-    inner = node.child(key)
-    return inner is not None and (not isinstance(inner.value, dict) or _has(inner, value))
 
 
 def flags_of(settings: Any) -> Flags:
     """Return what settings set in a recipe: every field whose flag has a place there."""
-    flags = Flags(getattr(settings, "environment", ()))
+    flags, environment = Flags(), getattr(settings, "environment", ())
     for each in settings_of(type(settings)):
         key, value = each.flag.key, getattr(settings, each.name)
         if key is None or value is None:
@@ -121,11 +63,11 @@ def flags_of(settings: Any) -> Flags:
             value = parse_count(value)
         if not isinstance(value, (str, bool, int, float, list)):
             value = str(value)
-        flags.set(f"--{each.flag.name.replace('_', '-')} {value}", value, *key.split("."))
+        typed = f"--{each.flag.name.replace('_', '-')} {value}"
+        flags.set(typed, value, *key.split("."), weak=each.flag.name in environment)
     return flags
 
 
-Value = TypeVar("Value")
 CheckNamed = Callable[[Sequence[Any], str, str], None]
 
 _LOCK = "recipe.lock.yaml"  # of a run's folder
@@ -154,7 +96,6 @@ def resolve(
     unsets: Sequence[str] = (),
     command: str,
     check_named: CheckNamed,
-    check: Check | None = None,
 ) -> Resolved:
     """Return the recipe that a document and flags mean.
 
@@ -164,46 +105,85 @@ def resolve(
         command: as typed, such as `kvtool eval`.
         check_named: refuses policies that no file may name, given their place and the kind of
             document.
-        check: finds further mistakes, as for `read_recipe`.
 
     Raises:
         DocumentError: every mistake, with its place or its flag.
         UsageError: the recipe cannot be read.
     """
-    given, piped, name = flags.values, None, "the plan"
-    own = flags.sets("policy") or any(text.partition("=")[0].strip() == "policy" for text in sets)
+    own = any("policy" in values for _, values in flags.values) or any(
+        text.partition("=")[0].strip() == "policy" for text in sets
+    )
+    plan, planned = None, None
     if isinstance(source, PlanDocument):
-        flags.check_beside_plan(name)
-        source, piped = None, source
+        plan, planned, source = source, "the plan", None
     elif source is not None:
         check_kind(source, takes=("recipe", "plan"), command=command)
         if source.kind == "plan":
-            flags.check_beside_plan(source.name)
-            name, piped, source = source.name, source.validate(PlanDocument), None
-        elif _names_plan(source):
-            flags.check_beside_plan(f"{source.name}: budget.plan")
-    if piped is not None:
+            plan, planned, source = source.validate(PlanDocument), source.name, None
+        else:
+            source = resolve_includes(source)
+            named = source.find(("budget", "plan"))
+            if named is not None and named.value is not None:
+                planned = f"{source.name}: budget.plan"
+    if planned is not None:
+        _check_beside_plan(flags, planned)
+    given = flags.values
+    if plan is not None and planned is not None:
         if not own:
-            check_named([piped.policy], name, _SAVED)
-        given = [(name, _values_of_plan(piped)), *given]
+            check_named([plan.policy], planned, _SAVED)
+        given = [(planned, _values_of_plan(plan)), *given]
     if source is not None and source.path is not None and source.path.name == _LOCK and not own:
-        node = source.node.child("policy")
-        chosen = None if node is None else node.data
-        check_named(chosen if isinstance(chosen, list) else [chosen], source.name, _SAVED)
-
-    def check_all(recipe: Recipe, source: Source) -> list[Problem]:
-        _check_code(source, check_named)
-        return [] if check is None else check(recipe, source)
-
-    given = [*flags.left_open(source), *given]
-    recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, check_all)
+        policies = source.node.child("policy")
+        check_named([node.data for node in _items(policies)], source.name, _SAVED)
+    recipe, found = read_recipe(source or Source.empty(), given, sets, unsets, flags.defaults)
+    _check_code(found, check_named)
     if recipe.plan is not None and recipe.allocator is not None:
         raise UsageError(
             f"allocator `{recipe.allocator}` and a plan exclude each other: the plan has split its "
             "budget already",
             hint="leave out one of them",
         )
-    return Resolved(recipe, found, _plan_of(recipe, found, piped))
+    return Resolved(recipe, found, _plan_of(recipe, found, plan))
+
+
+def read_recipe(
+    source: Source,
+    flags: Sequence[tuple[str, dict[str, Any]]] = (),
+    sets: Sequence[str] = (),
+    unsets: Sequence[str] = (),
+    defaults: Sequence[tuple[str, dict[str, Any]]] = (),
+) -> tuple[Recipe, Source]:
+    """Return the recipe, and the document that all of it is from.
+
+    Args:
+        source: a document of kind `recipe`.
+        flags: what flags set, weakest first: the flag as typed, and values nested as in a recipe.
+        sets: `--set` flags, stronger than the others.
+        unsets: `--unset` flags.
+        defaults: as `flags`, weaker than the document.
+
+    Raises:
+        DocumentError: every mistake, each with its file and position, or its flag.
+    """
+    own = resolve_includes(source).node
+    node = Node({}, own.mark)
+    layers = [Node.of(values, Mark(origin)) for origin, values in [*defaults, *flags]]
+    for layer in [*layers[: len(defaults)], own, *layers[len(defaults) :]]:
+        node = overlay(node, spell_out(layer))
+    source = apply_sets(replace(source, node=node), sets, unsets)
+    source = replace(source, node=spell_out(source.node))
+    return source.validate(Recipe), source
+
+
+def _check_beside_plan(flags: Flags, plan: str) -> None:
+    """Refuse a budget or an allocator beside a plan, which brings both."""
+    for flag, values in flags.values:
+        if values.keys() & {"budget", "allocator"}:
+            raise UsageError(
+                f"{flag} and the plan in `{plan}` exclude each other: a plan brings its own "
+                "budgets",
+                hint="leave out one of them, or make another plan with kvtool plan-budget",
+            )
 
 
 def _check_code(source: Source, check_named: CheckNamed) -> None:
@@ -217,23 +197,19 @@ def _check_code(source: Source, check_named: CheckNamed) -> None:
     for key in ("policy", "modifiers"):
         for node in _items(source.node.child(key)):
             named = node.child("name") or node
-            if named.mark.index is not None:
+            if named.mark.in_text:
                 check_named([named.data], named.mark.name, "a recipe")
-    evaluation = source.node.child("eval")
-    for i, task in enumerate(_items(evaluation.child("tasks") if evaluation else None)):
-        named = task.child("task") or task
-        if named.mark.index is not None and ":" in str(named.data):
+    for i, task in enumerate(_items(source.find(("eval", "tasks")))):
+        named, folder = task.child("task") or task, task.child("include_path")
+        flag = f"--tasks '{named.data}'"
+        wrong = named if ":" in str(named.data) and named.mark.in_text else None
+        if folder is not None and folder.value is not None and folder.mark.in_text:
+            wrong, flag = folder, f"--set eval.tasks.{i}.include_path=FOLDER"
+        if wrong is not None:
             raise UsageError(
-                f"`{named.mark.name}` names task {quote(named.data)}, which may run code, and no "
-                "file may name code",
-                hint=f"--tasks '{named.data}'",
-            )
-        folder = task.child("include_path")
-        if folder is not None and folder.value is not None and folder.mark.index is not None:
-            raise UsageError(
-                f"`{folder.mark.name}` names tasks in {quote(folder.data)}, which may "
-                "run code, and no file may name code",
-                hint=f"--set eval.tasks.{i}.include_path=FOLDER",
+                f"`{wrong.mark.name}` names tasks in {quote(wrong.data)}, which may run code, and "
+                "no file may name code",
+                hint=flag,
             )
 
 
@@ -241,13 +217,6 @@ def _items(node: Node | None) -> list[Node]:
     if node is None:
         return []
     return node.value if isinstance(node.value, list) else [node]
-
-
-def _names_plan(source: Source) -> bool:
-    """Whether a recipe, or one that it includes, gives its budget by a plan."""
-    budget = resolve_includes(source).node.child("budget")
-    plan = None if budget is None else budget.child("plan")
-    return plan is not None and plan.value is not None
 
 
 def _values_of_plan(plan: PlanDocument) -> dict[str, Any]:
@@ -271,42 +240,88 @@ def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> Plan
         return piped
     if isinstance(recipe.plan, str):
         folder = Path() if source.path is None else source.path.parent
-        path = folder / expand(recipe.plan)
-        read = read_named(path, option="budget.plan", kind="plan")
+        read = read_file(folder / expand(recipe.plan), option="budget.plan", kind="plan")
     else:
-        read = Source.parse(json.dumps(recipe.plan), "budget.plan")
-    check_kind(read, takes=("plan",), command="budget.plan")
-    return read.validate(PlanDocument)
+        read = Source("budget.plan", Node.of(recipe.plan, Mark("budget.plan")))
+    return read.take(PlanDocument, command="budget.plan")
 
 
-class OneReading(Generic[Value]):
-    """What a recipe means in one respect, read while the recipe is checked and kept.
+Policy = TypeVar("Policy")
+
+
+def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy]) -> list[Policy]:
+    """Parse every policy with its modifiers.
 
     Args:
-        read: reads it.
+        parse: reads a policy string, `UsageError` if it cannot.
+
+    Raises:
+        DocumentError: every policy or modifier that cannot be read, at its place.
     """
-
-    def __init__(self, read: Callable[[Recipe, Source], Value]) -> None:
-        self._read = read
-        self._value: list[Value] = []
-        self._mistake: UsageError | None = None
-
-    def problems(self, recipe: Recipe, source: Source) -> list[Problem]:
-        """Read; return what is wrong in the document, while other mistakes wait."""
+    parsed: list[Policy] = []
+    problems: dict[str, Problem] = {}
+    for i, text in enumerate(recipe.policies()):
         try:
-            self._value = [self._read(recipe, source)]
-        except DocumentError as error:
-            return error.problems
+            parsed.append(parse(text))
         except UsageError as error:
-            self._mistake = error
-        return []
+            problem = _blamed(recipe, source, i, parse) or source.problem(
+                ("modifiers",), str(error)
+            )
+            problems[str(problem)] = problem
+    if problems:
+        raise DocumentError(list(problems.values()))
+    return parsed
 
-    def value(self) -> Value:
-        """Return what was read.
 
-        Raises:
-            UsageError: the mistake that waited until the document was right.
-        """
-        if self._mistake is not None:
-            raise self._mistake
-        return self._value[0]
+def _blamed(recipe: Recipe, source: Source, i: int, parse: Callable[[str], Any]) -> Problem | None:
+    """Return why a policy cannot be read alone, or else with one of its modifiers."""
+    choice = (recipe.policy or [])[i]
+    tried = [("policy", i, f"{choice}")]
+    tried += [("modifiers", j, f"{choice}+{each}") for j, each in enumerate(recipe.modifiers)]
+    for key, at, text in tried:
+        try:
+            parse(text)
+        except UsageError as error:
+            node = source.node.child(key)
+            listed = node is not None and isinstance(node.value, list)
+            return source.problem((key, at) if listed else (key,), str(error))
+    return None
+
+
+def gather(*reads: Callable[[], Any]) -> list[Any]:
+    """Return what each of several readings of a document gives.
+
+    Raises:
+        DocumentError: the mistakes of all of them.
+        UsageError: the first that has no place in the document.
+    """
+    values, problems, mistake = [], [], None
+    for read in reads:
+        try:
+            values.append(read())
+        except DocumentError as error:
+            problems += error.problems
+        except UsageError as error:
+            mistake = mistake or error
+    if problems:
+        raise DocumentError(
+            sorted(problems, key=lambda problem: (problem.mark.name, problem.mark.index or 0))
+        )
+    if mistake is not None:
+        raise mistake
+    return values
+
+
+def document_of(given: Any, what: str) -> Source | PlanDocument:
+    """Return a document that a Python call is given; a plan that is validated stays one.
+
+    Args:
+        given: a document, its data or its file.
+        what: is wanted, as an error begins.
+
+    Raises:
+        UsageError, DocumentError: a file that cannot be read; neither document, data nor file.
+    """
+    if isinstance(given, PlanDocument):
+        return given
+    return source_of(given.to_data() if isinstance(given, Recipe) else given, what)

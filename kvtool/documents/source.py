@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from kvtool.documents.files import expand, read_bytes, read_stdin
+from kvtool.documents.files import expand, read_utf8
 from kvtool.documents.readers import parse_json, parse_yaml
-from kvtool.documents.tree import DocumentError, Keys, Mark, Node, Problem
+from kvtool.documents.tree import DocumentError, Hidden, Keys, Mark, Node, Problem
 from kvtool.errors import UsageError, clip, did_you_mean, quote
 
 _SUGGESTIONS = 100  # mistakes for which near names are looked for, which takes long
 _WAY = 100  # characters of the way to a value that a message repeats
-_NOUNS = {
-    "bool_parsing": "true or false",
-    "bool_type": "true or false",
-    "dict_type": "a mapping",
-    "float_parsing": "a number",
-    "float_type": "a number",
-    "int_from_float": "a whole number",
-    "int_parsing": "a whole number",
-    "int_type": "a whole number",
-    "list_type": "a list",
-    "mapping_type": "a mapping",
-    "model_attributes_type": "a mapping",
-    "model_type": "a mapping",
-    "none_required": "null",
-    "string_type": "text",
-    "tuple_type": "a list",
+_TYPES = {  # as pydantic calls them
+    "boolean": "true or false",
+    "dictionary": "a mapping",
+    "integer": "a whole number",
+    "list": "a list",
+    "number": "a number",
+    "string": "text",
+    "tuple": "a list",
 }
-_BOUNDS = {
-    "greater_than": ("above", "gt"),
-    "greater_than_equal": ("at least", "ge"),
-    "less_than": ("below", "lt"),
-    "less_than_equal": ("at most", "le"),
-}
+_BOUNDS = (
+    ("greater than or equal to", "at least"),
+    ("less than or equal to", "at most"),
+    ("greater than", "above"),
+    ("less than", "below"),
+    ("None", "null"),
+)
 
 
 def find_problems(
@@ -61,7 +55,7 @@ def find_problems(
     inner = {keys[:depth] for keys, _ in found for depth in range(len(keys))}
     problems: list[Problem] = []
     for (keys, unknown), group in found.items():
-        if keys in inner and all(details["type"] in _NOUNS for details in group):
+        if keys in inner and all(map(_noun, group)):
             continue  # the message of a better fitting member of the union is shown
         suggest = len(problems) < _SUGGESTIONS
         message = _unknown(model, keys, suggest=suggest) if unknown else _message(group)
@@ -72,16 +66,24 @@ def find_problems(
 
 def first_mistake(error: ValidationError) -> str:
     """Say what is wrong with a single value, such as that of a flag."""
-    return _message(error.errors(include_url=False)[:1])
+    first, *more = error.errors(include_url=False)
+    return _message([first, *(each for each in more if each["input"] is first["input"])])
 
 
 def reason(error: ValueError) -> str:
     """Say in one line what is wrong with data of no document: the first mistake."""
     if not isinstance(error, ValidationError):
         return str(error)
-    first = error.errors(include_url=False)[0]
-    way = ".".join(map(str, first["loc"]))
-    return clip(f"{way[:_WAY]}: {_message([first])}" if way else _message([first]))
+    way = ".".join(map(str, error.errors()[0]["loc"]))[:_WAY]
+    return clip(f"{way}: {first_mistake(error)}" if way else first_mistake(error))
+
+
+def problem_of(mark: Mark, error: ValueError) -> Problem:
+    """Say what is wrong with a value that stands alone in a line, and where."""
+    if isinstance(error, json.JSONDecodeError):
+        mark = replace(mark, at=(mark.index or 0) + error.pos)
+        return Problem(mark, (), f"is not JSON: {error.msg.lower()}")
+    return Problem(mark, (), reason(error))
 
 
 def _keys(details: ErrorDetails, node: Node) -> Keys:
@@ -110,47 +112,35 @@ def _mark(node: Node, keys: Keys, *, key: bool) -> Mark:
 
 def _message(group: list[ErrorDetails]) -> str:
     """Say what is wrong with one value; alternatives of a union are named together."""
-    first = group[0]
-    expected = list(dict.fromkeys(filter(None, map(_expected, group))))
-    if len(expected) == len({_sentence(details) for details in group}):
-        return f"must be {_either(expected)}, got {show(first['input'])}"
-    return next(_sentence(details) for details in group if _expected(details) is None)
+    nouns: list[str] = []
+    for details in group:
+        noun = _noun(details)
+        if noun is None:
+            return _sentence(details)
+        nouns += [noun] if noun not in nouns else []
+    listed = " or ".join(filter(None, [", ".join(nouns[:-1]), nouns[-1]]))
+    return f"must be {listed}, got {show(group[0]['input'])}"
 
 
-def _expected(details: ErrorDetails) -> str | None:
-    """Say in a noun what would be right."""
-    kind, context = details["type"], details.get("ctx", {})
-    if kind == "literal_error":
-        return context["expected"].replace("'", "`")
-    if kind in _BOUNDS:
-        word, bound = _BOUNDS[kind]
-        return f"{word} {context[bound]}"
-    return _NOUNS.get(kind)
+def _noun(details: ErrorDetails) -> str | None:
+    """Say what a value must be, where pydantic has a noun for it."""
+    _, said, noun = details["msg"].partition("Input should be ")
+    typed = re.match(r"a valid (\w+)", noun)
+    if typed:
+        return _TYPES.get(typed[1], typed[0])
+    for theirs, ours in _BOUNDS:
+        noun = noun.replace(theirs, ours)
+    return noun.replace("'", "`") if said else None
 
 
 def _sentence(details: ErrorDetails) -> str:
-    expected, kind = _expected(details), details["type"]
-    if expected is not None:
-        return expected
-    if kind == "missing":
+    if details["type"] == "missing":
         return "is required"
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, ValueError):
         return str(cause)
-    if kind == "string_too_short" and not details["input"]:
-        return "must not be empty"
-    if kind in ("too_short", "too_long"):
-        context = details["ctx"]
-        bound = "at least" if kind == "too_short" else "at most"
-        count = context.get("min_length", context.get("max_length"))
-        return f"must hold {bound} {count}, got {context['actual_length']}"
-    message = details["msg"].removeprefix("Value error, ").replace("'", "`")
-    message = message.replace("Input should", "must").rstrip(".")
+    message = details["msg"].replace("'", "`").replace("Input should", "must").rstrip(".")
     return message[:1].lower() + message[1:]
-
-
-def _either(words: list[str]) -> str:
-    return " or ".join(words) if len(words) < 3 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def show(value: Any) -> str:
@@ -186,22 +176,15 @@ def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
         elif keys[0] in annotation.model_fields:
             yield from _models(annotation.model_fields[keys[0]].annotation, keys[1:])
         return
-    members = get_args(annotation)
-    if get_origin(annotation) is Annotated:
-        yield from _models(members[0], keys)
-    elif get_origin(annotation) in (list, tuple, dict):
-        inside = members[-1] if get_origin(annotation) is dict else members[0]
-        if keys:
-            yield from _models(inside, keys[1:])
-        yield from _models(inside, keys)  # one item is read as a list of one
-    else:
-        for member in members:
-            yield from _models(member, keys)
+    inside = get_origin(annotation) in (list, tuple, dict)
+    for member in get_args(annotation):
+        if inside and keys:
+            yield from _models(member, keys[1:])
+        yield from _models(member, keys)  # one item is read as a list of one
 
 
 SCHEMA_VERSION = 1
 _LARGEST = 4 * 2**20  # bytes of a file
-_RECIPE_KEYS = {"policy", "policies", "budget", "eval", "modifiers", "generation"}
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -260,13 +243,7 @@ class Source:
 
     def problem(self, keys: Keys, message: str, *, at_key: bool = False) -> Problem:
         """Return a problem at a value, or at its key; what is missing is reported at its parent."""
-        node = self.node
-        for key in keys:
-            child = node.child(key)
-            if child is None:
-                break
-            node = child
-        return Problem(node.key if at_key and node.key else node.mark, keys, message)
+        return Problem(_mark(self.node, keys, key=at_key), keys, message)
 
     def validate(
         self,
@@ -296,6 +273,15 @@ class Source:
         except ValidationError as error:
             raise DocumentError(find_problems(error, model, node, at)) from None
 
+    def take(self, model: type[Model], *, command: str) -> Model:
+        """Return the whole document as a model, whose kind it must have.
+
+        Raises:
+            DocumentError: another kind or version; every mistake, each with its place.
+        """
+        check_kind(self, takes=(model.model_fields["kind"].default,), command=command)
+        return self.validate(model)
+
 
 def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
     nodes = {}
@@ -312,78 +298,71 @@ def read_source(path: str, *, option: str) -> Source:
         option: what the path was given for, in errors.
 
     Raises:
-        UsageError: stdin is a terminal or empty; else as `read_file`.
+        UsageError: stdin is a terminal; else as `read_file`.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
-    if path == "-":
-        return Source.parse(_decode(_read_stdin(option), "stdin"), "<stdin>")
-    return read_file(expand(path), option=option)
-
-
-def read_file(path: Path, *, option: str) -> Source:
-    """Read a document from a file.
-
-    Raises:
-        UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
-        DocumentError: a syntax error, or something that is refused, with its position.
-    """
-    name = f"{option}: `{path}`"
-    try:
-        data = read_bytes(path, name, most=_LARGEST, kind="document")
-    except UsageError:
-        raise
-    except FileNotFoundError:
-        raise UsageError(f"{name} does not exist") from None
-    except IsADirectoryError:
-        raise UsageError(f"{name} is a folder, not a file") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{option}: cannot read `{path}`: {reason}") from None
-    return Source.parse(_decode(data, name), str(path), path)
-
-
-def read_named(path: Path, *, option: str, kind: str) -> Source:
-    """Read a document that another document names; one of another kind shows none of its lines.
-
-    Raises:
-        UsageError, DocumentError: as `read_file`.
-    """
-    try:
-        source = read_file(path, option=option)
-    except DocumentError as error:
-        if _declares(error.problems[0].mark.text, kind):
-            raise
-        raise DocumentError([problem.without_line() for problem in error.problems]) from None
-    if source.kind != kind:
-        source = replace(source, node=source.node.without_lines())
-    return source
-
-
-def _declares(text: str, kind: str) -> bool:
-    """Whether a text that cannot be read says of what kind it is."""
-    return re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text) is not None
-
-
-def _read_stdin(option: str) -> bytes:
+    if path != "-":
+        return read_file(expand(path), option=option)
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
             f"{option}: `-` reads stdin, which is a terminal",
             hint="pipe a document into the command, or name a file",
         )
-    data = read_stdin(most=_LARGEST, kind="document")
-    if not data.strip():
-        raise UsageError("stdin is empty (did the previous command fail?)")
-    return data
+    return Source.parse(read_utf8(path, "", most=_LARGEST, kind="document")[1], "<stdin>")
 
 
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{name} is not UTF-8: byte 0x{data[error.start]:02x} at offset {error.start}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
+def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
+    """Read a document from a file.
+
+    Args:
+        kind: that another document says the file is; one that does not say so itself shows none of
+            its lines.
+
+    Raises:
+        UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
+        DocumentError: a syntax error, or something that is refused, with its position.
+    """
+    text = read_utf8(path, f"{option}:", most=_LARGEST, kind="document")[1]
+    if kind is not None and not re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text):
+        text = Hidden(text)
+    return Source.parse(text, str(path), path)
+
+
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def is_document(path: str | Path) -> bool:
+    """Whether a path is that of a document, and not a model's folder or its name."""
+    place = expand(path)
+    return place.suffix.lower() in _SUFFIXES or place.is_file()
+
+
+def source_of(given: Any, what: str) -> Source:
+    """Return a document that a Python call is given by its data or its file.
+
+    Args:
+        what: is wanted, as an error begins.
+
+    Raises:
+        UsageError, DocumentError: a file that cannot be read; neither data nor file.
+    """
+    if isinstance(given, Mapping):
+        name = f"the {given.get('kind', 'recipe')}"
+        return Source(name, Node.of(dict(given), Mark(name)))
+    if isinstance(given, (str, Path)):
+        return read_source(str(given), option=what.removeprefix("a "))
+    raise UsageError(f"{what} is a document, its data or its file, got {type(given).__name__}")
+
+
+def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model:
+    """Return a document that is given as such, by its data or by its file.
+
+    Raises:
+        UsageError, DocumentError: as `source_of` and `Source.take`.
+    """
+    if isinstance(given, model):
+        return given
+    return source_of(given, what).take(model, command=command)
 
 
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
@@ -400,11 +379,12 @@ def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
     if not isinstance(source.node.value, dict):
         raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
     if source.node.child("kind") is None:
-        looks_so = "recipe" in takes and _RECIPE_KEYS & source.node.value.keys()
-        hint: str | None = f"add the line `kind: {'recipe' if looks_so else takes[0]}`"
-        raise DocumentError([source.problem((), f"`kind` is missing; {wanted}")], hint=hint)
+        problem = source.problem((), f"`kind` is missing; {wanted}")
+        raise DocumentError([problem], hint=f"add the line `kind: {takes[0]}`")
     if source.kind not in takes:
-        hint = did_you_mean(str(source.kind), takes) or _next_step(source, takes)
+        hint = did_you_mean(str(source.kind), takes)
+        if source.kind == "profile" and "plan" in takes:
+            hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
         problem = source.problem(("kind",), f"{wanted}, got {show(source.kind)}")
         raise DocumentError([problem], hint=hint)
     check_version(source)
@@ -418,16 +398,8 @@ def check_version(source: Source) -> None:
     """
     node = source.node.child("schema_version")
     version = node.data if node else SCHEMA_VERSION
-    if type(version) is int and version > SCHEMA_VERSION:
-        message = f"{version} was made by a newer kvtool; this one reads {SCHEMA_VERSION}"
-        problem = source.problem(("schema_version",), message)
-        raise DocumentError([problem], hint="upgrade kvtool")
     if type(version) is not int or version != SCHEMA_VERSION:
-        message = f"must be {SCHEMA_VERSION}, got {show(version)}"
-        raise DocumentError([source.problem(("schema_version",), message)])
-
-
-def _next_step(source: Source, takes: Sequence[str]) -> str | None:
-    if source.kind == "profile" and "plan" in takes:
-        return f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
-    return None
+        message = f"this kvtool reads {SCHEMA_VERSION}, got {show(version)}"
+        newer = isinstance(version, int) and version > SCHEMA_VERSION
+        problem = source.problem(("schema_version",), message)
+        raise DocumentError([problem], hint="upgrade kvtool" if newer else None)

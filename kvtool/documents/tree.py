@@ -27,6 +27,10 @@ def _line_starts(text: str) -> list[int]:
     return [0, *(found.end() for found in _BREAK.finditer(text))]
 
 
+class Hidden(str):
+    """A text whose lines are not shown in errors."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """A place in a text, or a command-line flag as typed if there is none.
@@ -35,18 +39,21 @@ class Mark:
         name: the file as typed, `<stdin>`, or the flag.
         text: the whole text.
         at: characters before the place, or what finds it out; None of a flag.
-        shown: whether the line of the text may be shown.
     """
 
     name: str
     text: str = field(default="", repr=False)
     at: int | Callable[[], int] | None = None
-    shown: bool = True
 
     @property
     def index(self) -> int | None:
         """Characters before the place, None of a flag."""
         return self.at() if callable(self.at) else self.at
+
+    @property
+    def in_text(self) -> bool:
+        """Whether it is a place in a text, and not a flag."""
+        return self.at is not None
 
     @property
     def line(self) -> int:
@@ -66,7 +73,7 @@ class Mark:
     def excerpt(self) -> str:
         """The line with a caret under the place; empty for a flag, and where it is not shown."""
         index = self.index
-        if index is None or not self.shown:
+        if index is None or isinstance(self.text, Hidden):
             return ""
         start = max(self._line_start, index - _BEFORE)
         before = self.text[start:index].lstrip()
@@ -103,11 +110,6 @@ class Problem:
         keys = (str(key) for key in self.keys)
         return ".".join(key if len(key) <= _KEY else f"{key[:_KEY]}..." for key in keys)
 
-    @property
-    def excerpt(self) -> str:
-        """The line with a caret under the place; empty for a flag."""
-        return self.mark.excerpt
-
     def __str__(self) -> str:
         """Return place, path and message; a flag other than --set and --unset is its own path."""
         by_key = not self.place.startswith("--") or self.place.startswith(("--set ", "--unset "))
@@ -115,10 +117,6 @@ class Problem:
         place = self.place if self.mark.index is not None else self.place[:_FLAG]
         text = ": ".join(part for part in (place, path, clip(self.message)) if part)
         return " ".join(text.split())  # keys may hold line ends
-
-    def without_line(self) -> Problem:
-        """Return the problem without the line of its place."""
-        return replace(self, mark=replace(self.mark, shown=False))
 
 
 class DocumentError(UsageError):
@@ -134,7 +132,7 @@ class DocumentError(UsageError):
         lines = [
             line
             for problem in self.problems[:_REPORTED]
-            for line in (str(problem), problem.excerpt)
+            for line in (str(problem), problem.mark.excerpt)
             if line
         ]
         more = len(self.problems) - _REPORTED
@@ -194,16 +192,6 @@ class Node:
         if isinstance(self.value, list) and isinstance(key, int) and 0 <= key < len(self.value):
             return self.value[key]
         return None
-
-    def without_lines(self) -> Node:
-        """Return a copy whose lines are not shown in errors."""
-        value = self.value
-        if isinstance(value, dict):
-            value = {key: node.without_lines() for key, node in value.items()}
-        elif isinstance(value, list):
-            value = [node.without_lines() for node in value]
-        key = None if self.key is None else replace(self.key, shown=False)
-        return Node(value, replace(self.mark, shown=False), key)
 
     def with_child(self, key: str | int, node: Node) -> Node:
         """Return a copy that has `node` under a key, or at an index (the end included)."""

@@ -12,23 +12,17 @@ Lines of plain text, JSON Lines, or one JSON array, which hold
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvtool.documents.files import read_utf8
-from kvtool.documents.messages import (
-    LISTS,
-    Message,
-    read_conversation,
-    read_message,
-    refuse_no_text,
-)
-from kvtool.documents.readers import load_json, parse_json
-from kvtool.documents.source import show
-from kvtool.documents.tree import DocumentError, Mark, Node, Problem
+from kvtool.documents.messages import LISTS, Message, read_conversation, read_message
+from kvtool.documents.readers import Item, json_array, json_lines, load_json
+from kvtool.documents.source import problem_of, show
+from kvtool.documents.tree import DocumentError, Mark, Problem
 from kvtool.errors import UsageError, did_you_mean
 
 _FORMS = '"text", {"user": "text"}, {"prompt": "text"} or {"role": "user", "content": "text"}'
@@ -72,17 +66,19 @@ def read_turns(path: str) -> Turns:
         DocumentError: everything that is no turn, with its place.
     """
     name, text = read_utf8(path, "turns file")
-    lines = [(start, line) for start, line in _lines(text) if line.strip()]
-    if not lines:
+    if not text.strip():
         raise UsageError(f"{name} holds no turn", hint="write one turn a line")
     shown = "<stdin>" if path == "-" else path
-    if _is_array(path, text):
-        items = _read_array(text, shown)
-    elif _is_jsonl(path, lines[0][1].strip()):
-        items = _read_lines(text, shown, lines)
-    else:
-        return Turns([UserTurn(line) for _, line in lines])
-    return _answered(_join(items), name)
+    suffix, start = Path(path).suffix.lower(), text.lstrip()
+    if suffix == ".json" or _is_array(start, suffix):
+        return _join(json_array(text, shown), name)
+    first = start.split("\n", 1)[0]
+    if suffix == ".jsonl" or (
+        suffix != ".txt" and (first.startswith("{") or isinstance(_value(first), str))
+    ):
+        return _join(json_lines(text, shown), name)
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return Turns([UserTurn(line) for line in lines if line.strip()])
 
 
 def make_turns(items: Sequence[Any]) -> Turns:
@@ -94,156 +90,83 @@ def make_turns(items: Sequence[Any]) -> Turns:
     """
     if not items:
         raise UsageError("turns hold no turn")
-    mark = Mark("turns")
-    found: list[tuple[Mark, _Item]] = []
-    problems: list[Problem] = []
-    for item in items:
-        _collect(Node.of(item, mark), found, problems)
-    return _answered(_join(_checked(found, problems)), "turns")
+    return _join([(Mark("turns"), partial(lambda item: item, item)) for item in items], "turns")
 
 
-def _answered(turns: Turns, name: str) -> Turns:
-    """Refuse turns without a message to answer."""
-    if all(turn.answer is not None for turn in turns.turns):
-        raise UsageError(
-            f"{name} holds no message to answer", hint="its last message must be one of the user"
-        )
-    return turns
+def _is_array(start: str, suffix: str) -> bool:
+    """Whether a text is one JSON array or conversation, or an array that cannot be read."""
+    value = _value(start) if start[0] in "[{" else None
+    if isinstance(value, (list, dict)):
+        return isinstance(value, list) or any(key in value for key in LISTS)
+    damaged = start[0] == "[" and start[1:].lstrip()[:1] in ("{", '"')
+    return damaged and suffix not in (".txt", ".jsonl")
 
 
-def _is_array(path: str, text: str) -> bool:
-    """Whether a text is meant as one JSON array: it is one, or begins as one of these would."""
-    suffix, start = Path(path).suffix.lower(), text.lstrip()
-    if suffix == ".json":
-        return True
-    if start.startswith("{"):
-        return _is_conversation(text)
-    if not start.startswith("["):
-        return False
-    if suffix not in (".txt", ".jsonl") and start[1:].lstrip()[:1] in ("{", '"'):
-        return True
+def _value(text: str) -> Any:
     try:
-        return isinstance(load_json(text), list)
+        return load_json(text)
     except ValueError:
-        return False
-
-
-def _is_conversation(text: str) -> bool:
-    """Whether a text is one JSON object that holds a conversation, perhaps over several lines."""
-    try:
-        value = load_json(text)
-    except ValueError:
-        return False
-    return isinstance(value, dict) and any(key in value for key in LISTS)
-
-
-def _read_array(text: str, shown: str) -> list[tuple[Mark, _Item]]:
-    node = parse_json(text, shown)
-    if not isinstance(node.value, list):
-        node = replace(node, value=[node])
-    items: list[tuple[Mark, _Item]] = []
-    problems: list[Problem] = []
-    for item in node.value:
-        _collect(item, items, problems)
-    return _checked(items, problems)
-
-
-def _read_lines(
-    text: str, shown: str, lines: Iterable[tuple[int, str]]
-) -> list[tuple[Mark, _Item]]:
-    items: list[tuple[Mark, _Item]] = []
-    problems: list[Problem] = []
-    for start, line in lines:
-        try:
-            value = load_json(line, unique=True)
-        except json.JSONDecodeError as error:
-            place = Mark(shown, text, start + error.pos)
-            problems.append(Problem(place, (), f"is not JSON: {error.msg.lower()}"))
-        except ValueError as error:
-            problems.append(Problem(Mark(shown, text, start), (), str(error)))
-        else:
-            _collect(Node.of(value, Mark(shown, text, start)), items, problems)
-    return _checked(items, problems)
-
-
-def _collect(node: Node, items: list[tuple[Mark, _Item]], problems: list[Problem]) -> None:
-    try:
-        items += [(node.mark, item) for item in _parse(node.data)]
-    except UsageError as error:
-        problems.append(Problem(node.mark, (), str(error)))
-
-
-def _checked(items: list[tuple[Mark, _Item]], problems: list[Problem]) -> list[tuple[Mark, _Item]]:
-    if problems:
-        raise DocumentError(problems, hint=f"a turn is {_FORMS}")
-    return items
-
-
-def _join(items: list[tuple[Mark, _Item]]) -> Turns:
-    """Put answers that are given to their questions.
-
-    Raises:
-        DocumentError: messages in an order that no conversation has.
-    """
-    turns: list[UserTurn] = []
-    system, problems = None, []
-    for i, (mark, item) in enumerate(items):
-        before = items[i - 1][1] if i > 0 else None
-        if item.begins and before is not None and before.ends and before.role == "assistant":
-            message = "another conversation begins here, and --turns is one"
-            problems.append(Problem(mark, (), f"{message} (--prompts takes one a line)"))
-            break
-        if item.role == "system":
-            if i > 0:
-                problems.append(Problem(mark, (), "a system message comes before all others"))
-            system = item.text
-        elif item.role == "user":
-            turns.append(UserTurn(item.text, item.verbatim))
-        elif not turns:
-            turns.append(UserTurn("", answer=item.text))
-        elif turns[-1].answer is None and not turns[-1].verbatim:
-            turns[-1] = replace(turns[-1], answer=item.text)
-        else:
-            problems.append(Problem(mark, (), "an assistant message comes after one of the user"))
-    if problems:
-        raise DocumentError(problems)
-    return Turns(turns, system)
-
-
-def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Where each line begins, and the line; only LF ends one, as JSON may hold other ends."""
-    start = 0
-    for line in text.split("\n"):
-        yield start, line.removesuffix("\r")
-        start += len(line) + 1
-
-
-def _is_jsonl(path: str, first: str) -> bool:
-    suffix = Path(path).suffix.lower()
-    if suffix in (".jsonl", ".txt"):
-        return suffix == ".jsonl"
-    try:
-        return first.startswith("{") or isinstance(load_json(first), str)
-    except ValueError:
-        return False
+        return None
 
 
 @dataclass(frozen=True)
-class _Item:
+class _Said:
     """What one speaker says, and whether it begins or ends what one object holds."""
 
-    role: str
-    text: str
+    message: Message
     verbatim: bool = False
     begins: bool = False
     ends: bool = False
 
-    @classmethod
-    def of(cls, message: Message) -> _Item:
-        return cls(message.role, message.content)
+
+def _join(items: Iterable[Item], name: str) -> Turns:
+    """Read items, and put answers that are given to their questions.
+
+    Raises:
+        UsageError: no turn is to be answered.
+        DocumentError: what is no turn; messages in an order that no conversation has.
+    """
+    found: list[tuple[Mark, _Said]] = []
+    problems: list[Problem] = []
+    for mark, read in items:
+        try:
+            found += [(mark, said) for said in _parse(read())]
+        except ValueError as error:
+            problems.append(problem_of(mark, error))
+    if problems:
+        raise DocumentError(problems, hint=f"a turn is {_FORMS}")
+    turns: list[UserTurn] = []
+    system, before = None, None
+    for mark, said in found:
+        (role, text), message = said.message, None
+        if said.begins and before and before.ends and before.message.role == "assistant":
+            message = "another conversation begins here, and --turns is one (--prompts takes many)"
+            raise DocumentError([*problems, Problem(mark, (), message)])
+        if role == "system":
+            if before is not None:
+                message = "a system message comes before all others"
+            system = text
+        elif role == "user":
+            turns.append(UserTurn(text, said.verbatim))
+        elif not turns:
+            turns.append(UserTurn("", answer=text))
+        elif turns[-1].answer is None and not turns[-1].verbatim:
+            turns[-1] = replace(turns[-1], answer=text)
+        else:
+            message = "an assistant message comes after one of the user"
+        if message:
+            problems.append(Problem(mark, (), message))
+        before = said
+    if problems:
+        raise DocumentError(problems)
+    if all(turn.answer is not None for turn in turns):
+        raise UsageError(
+            f"{name} holds no message to answer", hint="its last message must be one of the user"
+        )
+    return Turns(turns, system)
 
 
-def _parse(value: Any) -> list[_Item]:
+def _parse(value: Any) -> list[_Said]:
     """Read one item of a file.
 
     Raises:
@@ -253,14 +176,13 @@ def _parse(value: Any) -> list[_Item]:
     if isinstance(value, dict):
         for keys in LISTS.values():
             if any(key in value for key in keys):
-                return [_Item.of(read_message(value, keys))]
+                return [_Said(read_message(value, keys))]
         if any(key in value for key in LISTS):
-            items = [_Item.of(message) for message in read_conversation(value)]
-            items[0] = replace(items[0], begins=True)
-            return [*items[:-1], replace(items[-1], ends=True)]
+            messages = read_conversation(value)
+            last = len(messages) - 1
+            return [_Said(m, begins=i == 0, ends=i == last) for i, m in enumerate(messages)]
         unknown = [key for key in value if key not in _KEYS]
         if unknown:
-            refuse_no_text(unknown[0])
             hint = did_you_mean(unknown[0], _KEYS)
             raise UsageError(f"unknown key `{unknown[0]}`" + (f"; {hint}" if hint else ""))
         if len(value) != 1:
@@ -270,4 +192,4 @@ def _parse(value: Any) -> list[_Item]:
         raise UsageError(f"a turn is text, got {show(value)}")
     if not value.strip():
         raise UsageError("a turn must not be empty")
-    return [_Item("user", value, verbatim=key == "prompt")]
+    return [_Said(Message("user", value), verbatim=key == "prompt")]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from kvtool.documents.scalars import read_plain
+from kvtool.documents.readers import read_plain
 from kvtool.errors import printable
 from kvtool.sizes import WIDTH
 

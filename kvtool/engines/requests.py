@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+)
+
+from kvtool.documents.document import Section, TokenCount, listed
 from kvtool.documents.files import check_prompt
 from kvtool.documents.messages import Message, check_order, holds_nothing, read_message
 from kvtool.documents.readers import load_json
-from kvtool.documents.source import show
+from kvtool.documents.source import reason, show
 from kvtool.errors import UsageError, did_you_mean
 from kvtool.generation.serving import Drawing
-from kvtool.sizes import LARGEST_SEED, MOST_TOKENS, check_temperature
+from kvtool.sizes import LARGEST_SEED, check_temperature
 
 
 class Refused(UsageError):
@@ -24,25 +32,77 @@ class Refused(UsageError):
         self.status, self.code = status, code
 
 
-@dataclass(frozen=True)
-class Ask:
-    """What a request asks for.
+def _read_messages(value: Any) -> tuple[Message, ...]:
+    if not isinstance(value, list) or not value:
+        raise UsageError(f"must be a list of messages, got {show(value)}")
+    messages = tuple(_message(each, place) for place, each in enumerate(value))
+    check_order(messages)
+    return messages
 
-    Attributes:
-        messages: of the conversation; None: there is a prompt.
-        model: the name that it gives; None: it names none.
-        max_new_tokens: None: it does not say.
-        policy, budget: what it chooses under `kvtool`; None: nothing.
-    """
 
-    messages: tuple[Message, ...] | None
-    prompt: str | None
-    model: str | None
-    max_new_tokens: int | None
-    drawing: Drawing
-    stream: bool
+def _message(value: Any, place: int) -> Message:
+    try:
+        if not isinstance(value, dict):
+            raise UsageError(f"a message has `role` and `content`, got {show(value)}")
+        if value.get("role") == "assistant":  # as this server has sent it
+            value = {key: each for key, each in value.items() if key != "reasoning_content"}
+            if value.get("content") in ("", None) and "content" in value:
+                empty = read_message(value | {"content": "."}, ("role", "content"))
+                return Message(empty.role, "")
+        return read_message(value, ("role", "content"))
+    except UsageError as error:
+        raise UsageError(f"message {place}: {error}") from None
+
+
+def _only(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+class Choice(Section):
+    """The policy and budget that a request chooses."""
+
+    model_config = ConfigDict(strict=True)
+
     policy: str | None = None
-    budget: str | None = None
+    budget: int | str | None = None
+
+
+class Ask(Section):
+    """What a request asks for: an answer to messages, or to a prompt."""
+
+    model_config = ConfigDict(strict=True)
+
+    messages: Annotated[tuple[Message, ...], PlainValidator(_read_messages)] | None = None
+    prompt: (
+        Annotated[
+            str,
+            BeforeValidator(_only),
+            AfterValidator(lambda text: check_prompt(text, "prompt")),
+        ]
+        | None
+    ) = None
+    model: str | None = None
+    stream: bool = False
+    temperature: Annotated[float, Field(le=2), AfterValidator(check_temperature)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = 0
+    stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)] = Field(
+        default_factory=list, max_length=16
+    )
+    kvtool: Choice = Choice()
+    max_completion_tokens: TokenCount | None = None
+    max_tokens: TokenCount | None = None
+    max_output_tokens: TokenCount | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """How long the answer may be; None: the request does not say."""
+        return self.max_completion_tokens or self.max_tokens or self.max_output_tokens
+
+    @property
+    def drawing(self) -> Drawing:
+        """How the answer is drawn."""
+        return Drawing(self.temperature, self.seed, tuple(self.stop), self.top_p)
 
 
 _USED = ("model", "stream", "stream_options", "temperature", "top_p", "seed", "kvtool")
@@ -77,82 +137,71 @@ _NEVER = (
 )
 
 
-def read_request(route: str, text: bytes, names: Callable[[], str]) -> Ask:
+def read_request(route: str, text: bytes) -> Ask:
     """Read the body of a request.
 
     Args:
         route: `chat`, `completion` or `response`.
-        names: says which policies a request may choose.
 
     Raises:
         Refused: it cannot be read, or asks for what cannot be done.
     """
     try:
         body = load_json(text.decode("utf-8"))
+        if not isinstance(body, dict):
+            raise Refused(f"the body is a JSON object, got {show(body)}")
+        given = _known(route, body)
+        if route == "response":
+            given["messages"] = _input(given)
+        needed = "prompt" if route == "completion" else "messages"
+        if needed not in given:
+            raise Refused(f"{needed} is missing")
+        given = _settings_of_transformers(given.get("generation_config")) | given
+        return Ask.model_validate({key: given[key] for key in Ask.model_fields if key in given})
     except UnicodeDecodeError:
         raise Refused("the body is not UTF-8") from None
+    except ValidationError as error:
+        raise Refused(reason(error)) from None
     except (ValueError, RecursionError) as error:
+        if isinstance(error, UsageError):
+            raise
         raise Refused(f"the body is not JSON: {' '.join(str(error).split())}") from None
-    if not isinstance(body, dict):
-        raise Refused(f"the body is a JSON object, got {show(body)}")
-    _check_keys(route, body)
-    chosen = _kvtool(body.get("kvtool"), names)
-    settings = _settings(body)
-    limits = ("max_completion_tokens", "max_tokens", "max_output_tokens", "max_new_tokens")
-    given = [_count(name, settings[name]) for name in limits if settings.get(name) is not None]
-    messages, prompt = None, None
-    if route == "completion":
-        prompt = _prompt(body.get("prompt"))
-    else:
-        messages = _messages(body.get("messages")) if route == "chat" else _input(body)
-    return Ask(
-        messages,
-        prompt,
-        _text("model", body.get("model")),
-        given[0] if given else None,
-        _drawing(settings),
-        _truth("stream", body.get("stream")),
-        *chosen,
-    )
 
 
-def _check_keys(route: str, body: Mapping[str, Any]) -> None:
+def _known(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a request says; what asks for nothing else than is done is left out."""
     known = (*_USED, *_ROUTES[route], *_IDLE)
     for key, value in body.items():
-        if key in known or holds_nothing(value):
+        if key in known or holds_nothing(value) or value in _ONLY.get(key, ()):
             continue
         if key in _ONLY:
-            if value in _ONLY[key]:
-                continue
             raise Refused(f"kvtool serve does no `{key}` of {show(value)}")
         if key in _NEVER:
             raise Refused(f"kvtool serve does not know `{key}`; leave it out")
         hint = did_you_mean(key, [*known, *_ONLY])
         raise Refused(f"unknown key `{key}`" + (f"; {hint}" if hint else ""))
+    return {key: body[key] for key in known if body.get(key) is not None}
 
 
-def _settings(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a request; `transformers chat` sends them as a text of JSON."""
-    given = body.get("generation_config")
+def _settings_of_transformers(given: Any) -> dict[str, Any]:
+    """Return the settings that `transformers chat` sends as a text of JSON, as OpenAI names them.
+
+    Raises:
+        Refused: one that changes answers otherwise.
+    """
     if given is None:
-        return dict(body)
-    try:
-        found = load_json(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
-        found = None
+        return {}
+    found = load_json(given) if isinstance(given, str) else given
     if not isinstance(found, dict):
         raise Refused("`generation_config` is a JSON object, or a text that holds one")
-    names = ("max_new_tokens", "temperature", "top_p", "do_sample")
-    settings = {name: found[name] for name in names if found.get(name) is not None}
+    found = {name: value for name, value in found.items() if not holds_nothing(value)}
+    settings = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
     for name, value in found.items():
-        if not (name in names or holds_nothing(value) or _is_idle(name, value)):
+        if name not in (*settings, "do_sample") and not _is_idle(name, value):
             raise Refused(f"kvtool serve does no `{name}` of {show(value)}")
-    if settings.pop("do_sample", False) is True:
-        settings.setdefault("temperature", 1.0)
-    else:
-        settings["temperature"] = 0.0
-    own = {name: value for name, value in body.items() if value is not None}
-    return settings | own
+    chosen = {ours: found[name] for name, ours in settings.items() if name in found}
+    heat = chosen.get("temperature", 1.0) if found.get("do_sample") is True else 0.0
+    return chosen | {"temperature": heat}
 
 
 def _is_idle(name: str, value: Any) -> bool:
@@ -163,140 +212,21 @@ def _is_idle(name: str, value: Any) -> bool:
     return name in idle or name.startswith(("_", "output_")) or name.endswith("_token_id")
 
 
-def _drawing(settings: Mapping[str, Any]) -> Drawing:
-    temperature = _number("temperature", settings.get("temperature"), 0.0, 2.0)
-    try:
-        check_temperature(temperature or 0.0, "temperature")
-    except UsageError as error:
-        raise Refused(str(error)) from None
-    top_p = _number("top_p", settings.get("top_p"), 0.0, 1.0)
-    if top_p == 0.0:
-        raise Refused("top_p is above 0, got 0")
-    seed = settings.get("seed")
-    if seed is not None and not (type(seed) is int and 0 <= seed <= LARGEST_SEED):
-        raise Refused(f"seed is a whole number from 0 to {LARGEST_SEED}, got {show(seed)}")
-    return Drawing(temperature or 0.0, seed or 0, _stop(settings.get("stop")), top_p)
-
-
-def _stop(value: Any) -> tuple[str, ...]:
-    given = [value] if isinstance(value, str) else value or []
-    if not isinstance(given, list) or not all(isinstance(each, str) for each in given):
-        raise Refused(f"stop is a text or a list of texts, got {show(value)}")
-    if "" in given:
-        raise Refused("stop holds an empty text, and every answer has that")
-    if len(given) > 16:
-        raise Refused(f"stop takes up to 16 texts, got {len(given)}")
-    return tuple(_utf8("stop", each) for each in given)
-
-
-def _kvtool(value: Any, names: Callable[[], str]) -> tuple[str | None, str | None]:
-    """Read which policy and budget a request chooses."""
-    if value is None:
-        return None, None
-    if not isinstance(value, dict):
-        raise Refused(f"kvtool is an object with policy and budget, got {show(value)}")
-    for key in value:
-        if key not in ("policy", "budget"):
-            raise Refused(f"kvtool is an object with policy and budget, and no `{key}`")
-    policy, budget = value.get("policy"), value.get("budget")
-    if policy is not None and not isinstance(policy, str):
-        raise Refused(f"kvtool.policy is a text, got {show(policy)}; {names()}")
-    if budget is not None and (type(budget) is bool or not isinstance(budget, (str, int))):
-        raise Refused(f"kvtool.budget is a number of tokens or a text, got {show(budget)}")
-    return policy, None if budget is None else str(budget)
-
-
-def _prompt(value: Any) -> str:
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        value = value[0]
-    if not isinstance(value, str):
-        raise Refused(f"prompt is a text, got {show(value)}")
-    try:
-        return check_prompt(value, "prompt")
-    except UsageError as error:
-        raise Refused(str(error)) from None
-
-
-def _messages(value: Any) -> tuple[Message, ...]:
-    if not isinstance(value, list) or not value:
-        raise Refused(f"messages is a list of messages, got {show(value)}")
-    messages = []
-    for place, each in enumerate(value):
-        try:
-            messages.append(_message(each))
-        except UsageError as error:
-            raise Refused(f"message {place}: {error}") from None
-    try:
-        check_order(messages)
-    except UsageError as error:
-        raise Refused(str(error)) from None
-    return tuple(messages)
-
-
-def _message(value: Any) -> Message:
-    if not isinstance(value, dict):
-        raise UsageError(f"a message has `role` and `content`, got {show(value)}")
-    if value.get("role") == "assistant":  # as this server has sent it
-        value = {key: each for key, each in value.items() if key != "reasoning_content"}
-        if value.get("content") in ("", None) and "content" in value:
-            empty = read_message(value | {"content": "."}, ("role", "content"))
-            return Message(empty.role, "")
-    message = read_message(value, ("role", "content"))
-    return Message(message.role, _utf8("its text", message.content))
-
-
-def _input(body: Mapping[str, Any]) -> tuple[Message, ...]:
-    """Read what the Responses API calls input, with its instructions as the system message."""
-    given = body.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise Refused(f"input is a text or a list of messages, got {show(given)}")
-    if isinstance(given[0], dict) and "role" not in given[0] and "text" in given[0]:
-        given = [{"role": "user", "content": given}]
-    items = []
-    for each in given:
+def _input(given: Mapping[str, Any]) -> list[Any]:
+    """Return what the Responses API calls input as messages, its instructions the system's."""
+    asked = given.get("input")
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise Refused(f"input is a text or a list of messages, got {show(asked)}")
+    if isinstance(asked[0], dict) and "role" not in asked[0] and "text" in asked[0]:
+        asked = [{"role": "user", "content": asked}]
+    said = given.get("instructions")
+    items = [] if holds_nothing(said) else [{"role": "system", "content": said}]
+    for each in asked:
         if isinstance(each, dict) and each.get("type") == "reasoning":
             continue
         if isinstance(each, dict) and each.get("type", "message") == "message":
             each = {key: each[key] for key in each if key not in ("type", "id", "status", "phase")}
         items.append(each)
-    instructions = _text("instructions", body.get("instructions"))
-    if instructions:
-        items.insert(0, {"role": "system", "content": instructions})
-    return _messages(items)
-
-
-def _text(name: str, value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise Refused(f"{name} is a text, got {show(value)}")
-    return None if value is None else _utf8(name, value)
-
-
-def _utf8(name: str, text: str) -> str:
-    """Return a text that has no half of a surrogate pair, which no tokenizer reads."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise Refused(f"{name} holds half of a surrogate pair, which is no character") from None
-    return text
-
-
-def _truth(name: str, value: Any) -> bool:
-    if value is not None and type(value) is not bool:
-        raise Refused(f"{name} is true or false, got {show(value)}")
-    return bool(value)
-
-
-def _count(name: str, value: Any) -> int:
-    if type(value) is not int or not 1 <= value <= MOST_TOKENS:
-        raise Refused(f"{name} is a whole number of 1 or more, got {show(value)}")
-    return value
-
-
-def _number(name: str, value: Any, low: float, high: float) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
-        raise Refused(f"{name} is a number from {low:g} to {high:g}, got {show(value)}")
-    return float(value) if math.isfinite(value) else low
+    return items

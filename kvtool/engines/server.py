@@ -15,6 +15,7 @@ import traceback
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ from transformers.cli.serving.utils import (
 )
 
 from kvtool.engines.offers import Offer, Opener, Prompt
-from kvtool.engines.requests import Ask, Refused, read_request
+from kvtool.engines.requests import Ask, Choice, Refused, read_request
 from kvtool.errors import KvtoolError, UsageError, is_out_of_memory
 from kvtool.generation.answering_thread import Answer, Job, LiveAnswers
 from kvtool.generation.decoding import Callback
@@ -44,12 +45,12 @@ from kvtool.models.load import Loaded
 
 _MOST_WAITING = 1024  # requests; those beyond are asked to come again
 _LARGEST_BODY = 32 * 2**20  # bytes
-_HANDLERS: dict[str, type[BaseHandler]] = {
-    "chat": ChatCompletionHandler,
-    "completion": CompletionHandler,
-    "response": ResponseHandler,
+_ROUTES: dict[str, tuple[str, type[BaseHandler], str]] = {
+    "/v1/chat/completions": ("chat", ChatCompletionHandler, "chatcmpl-"),
+    "/v1/completions": ("completion", CompletionHandler, "cmpl-"),
+    "/v1/responses": ("response", ResponseHandler, ""),
 }
-_IDS = {"chat": "chatcmpl-", "completion": "cmpl-", "response": ""}
+"""By its path, what a route is called here, its handler, and how its ids begin."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class Served:
         offers: by the names of models, the first for requests that name none.
         also: other names, each with the one that it stands for.
         choose: makes an offer of the policy and budget that a request chooses.
-        names: says which policies a request may choose.
         api_key: that requests must give; None: anyone may ask.
         max_new_tokens: of requests that do not say.
     """
@@ -68,8 +68,7 @@ class Served:
     loaded: Loaded
     offers: dict[str, Offer]
     also: dict[str, str]
-    choose: Callable[[Offer, str | None, str | None], Offer]
-    names: Callable[[], str]
+    choose: Callable[[Offer, Choice], Offer]
     opener: Opener
     answers: LiveAnswers
     api_key: str | None
@@ -91,10 +90,10 @@ class Served:
                 status=404,
                 code="model_not_found",
             )
-        offer = self.offers[name]
-        if ask.policy is None and ask.budget is None:
+        offer, chosen = self.offers[name], ask.kvtool
+        if chosen.policy is None and chosen.budget is None:
             return offer
-        return self.choose(offer, ask.policy, ask.budget)
+        return self.choose(offer, chosen)
 
 
 def make_app(served: Served) -> Callable[..., Any]:
@@ -113,41 +112,25 @@ def make_app(served: Served) -> Callable[..., Any]:
 
     def health(request: Request) -> Response:
         answers = served.answers
-        return JSONResponse(
-            {
-                "status": "ok",
-                "running": answers.running,
-                "waiting": answers.waiting,
-                "held": len(answers.held),
-            }
-        )
+        counts = {"running": answers.running, "waiting": answers.waiting, "held": len(answers.held)}
+        return JSONResponse({"status": "ok", **counts})
 
     def load_model(request: Request) -> Response:  # transformers chat asks before it begins
         ready = {"status": "ready", "model": next(iter(served.offers)), "cached": True}
         return Response(f"data: {json.dumps(ready)}\n\n", media_type="text/event-stream")
 
-    def posted(route: str) -> Callable[[Request], Any]:
-        async def answer(request: Request) -> Response:
-            return await _answer(served, route, request)
-
-        return answer
-
     app = Starlette(
         routes=[
-            Route("/v1/chat/completions", posted("chat"), methods=["POST"]),
-            Route("/v1/completions", posted("completion"), methods=["POST"]),
-            Route("/v1/responses", posted("response"), methods=["POST"]),
+            *(Route(path, partial(_answer, served, path), methods=["POST"]) for path in _ROUTES),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", one_model),
             Route("/health", health),
             Route("/load_model", load_model, methods=["POST"]),
         ],
-        exception_handlers={
-            KvtoolError: _refuse,
-            HTTPException: _refuse,
-            Exception: _refuse,
-            ClientDisconnect: _refuse,
-        },
+        exception_handlers=dict.fromkeys(
+            (KvtoolError, HTTPException, Exception, ClientDisconnect),
+            lambda request, error: _error(error),
+        ),
     )
     return _with_key(app, served.api_key)
 
@@ -182,30 +165,26 @@ def _model(served: Served, name: str) -> dict[str, Any]:
     }
 
 
-async def _refuse(request: Request, error: Exception) -> Response:
-    return _error(error)
-
-
 def _error(error: Exception) -> JSONResponse:
     """Put what went wrong into one line of JSON."""
     status, code, kind = 500, None, "server_error"
-    message = f"the server failed: {type(error).__name__}"
+    message = str(error) if isinstance(error, KvtoolError) else ""
     if isinstance(error, UsageError):
-        status, code, kind = 400, None, "invalid_request_error"
-        message = str(error)
-    elif isinstance(error, KvtoolError):
-        message = str(error)
+        status, kind = getattr(error, "status", 400), "invalid_request_error"
+        code = getattr(error, "code", None)
     elif isinstance(error, HTTPException):
         status, kind = error.status_code, "invalid_request_error"
-        message = {404: "no such path", 405: "this path takes another method"}.get(
-            status, error.detail
-        )
+        known = {404: "no such path", 405: "this path takes another method"}
+        message = known.get(status, error.detail)
     elif is_out_of_memory(error):
         status, message = 503, "out of memory; ask for less, or again later"
-    if isinstance(error, Refused):
-        status, code = error.status, error.code
-    said = {"message": " ".join(message.split()), "type": kind, "param": None, "code": code}
+    message = message or f"the server failed: {type(error).__name__}"
+    said = _said(" ".join(message.split()), kind, code)
     return JSONResponse({"error": said}, status_code=status)
+
+
+def _said(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    return {"message": message, "type": kind, "param": None, "code": code}
 
 
 async def _body(request: Request) -> bytes:
@@ -224,17 +203,17 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _answer(served: Served, route: str, request: Request) -> Response:
-    ask = read_request(route, await _body(request), served.names)
+async def _answer(served: Served, path: str, request: Request) -> Response:
+    route, handler, prefix = _ROUTES[path]
+    ask = read_request(route, await _body(request))
     offer = served.find(ask)
     if served.answers.waiting >= _MOST_WAITING:
         raise Refused(f"{_MOST_WAITING} requests wait already; ask again later", status=503)
     new = served.max_new_tokens if ask.max_new_tokens is None else ask.max_new_tokens
     prompt = await asyncio.to_thread(served.opener.prepare, ask, offer, new)
     run = _Run(served, prompt)
-    handler = _HANDLERS[route](None, None)
     given = {
-        "request_id": f"{_IDS[route]}{uuid.uuid4().hex}",
+        "request_id": f"{prefix}{uuid.uuid4().hex}",
         "model": served.loaded.model,
         "processor": served.loaded.tokenizer,
         "model_id": offer.name,
@@ -242,13 +221,12 @@ async def _answer(served: Served, route: str, request: Request) -> Response:
         "gen_config": SimpleNamespace(max_new_tokens=None),  # why it ended is known to the run
         "gen_manager": run,
     }
-    if route == "response":
-        given["body"] = {}
+    given |= {"body": {}} if route == "response" else {}
     if ask.stream:
-        stream = handler._streaming(**given)
+        stream = handler(None, None)._streaming(**given)
         events = _dressed(stream.body_iterator, run, done=route != "response")
         return StreamingResponse(events, media_type="text/event-stream")
-    answer = asyncio.ensure_future(handler._non_streaming(**given))
+    answer = asyncio.ensure_future(handler(None, None)._non_streaming(**given))
     gone = asyncio.ensure_future(request.receive())  # the body is read: the next message is the end
     try:
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -391,12 +369,7 @@ class _Run(BaseGenerateManager):
             return event
         data = json.loads(event[len(lead) :])
         if isinstance(data.get("error"), str):
-            data["error"] = {
-                "message": data["error"],
-                "type": "server_error",
-                "param": None,
-                "code": None,
-            }
+            data["error"] = _said(data["error"], "server_error")
         return lead + json.dumps(self.dress(data), ensure_ascii=False, separators=(",", ":"))
 
     def dress(self, data: dict[str, Any]) -> dict[str, Any]:

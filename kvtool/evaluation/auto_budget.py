@@ -14,9 +14,8 @@ from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison
 from kvtool.evaluation.run.index import RECIPE
 from kvtool.evaluation.run.runner import Job
-from kvtool.planning.auto import choose_bytes, chosen_note
 from kvtool.planning.bytes import Text
-from kvtool.planning.machine import Run
+from kvtool.planning.fit import Run, choose_bytes, chosen_note
 from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher

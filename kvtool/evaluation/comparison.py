@@ -16,11 +16,9 @@ from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.files import check_name, expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.recipe_source import parse_policies
-from kvtool.documents.resolve import Flags, OneReading, resolve
+from kvtool.documents.resolve import Flags, gather, parse_policies, resolve
 from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
-from kvtool.documents.tree import Problem
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.pairs import asked_pairs, variant_entry
 from kvtool.evaluation.run.gates import Gate, check_gates
@@ -73,12 +71,6 @@ def read_comparison(
     Raises:
         DocumentError, UsageError: every mistake that shows without the model.
     """
-    policies = OneReading(_policies)
-    tasks = OneReading(lambda recipe, source: read_tasks(task_flags, recipe, source))
-
-    def check(recipe: Recipe, source: Source) -> list[Problem]:
-        return [*policies.problems(recipe, source), *tasks.problems(recipe, source)]
-
     resolved = resolve(
         source,
         flags,
@@ -86,18 +78,20 @@ def read_comparison(
         unsets=unsets,
         command=command,
         check_named=check_imported,
-        check=check,
     )
     recipe, plan = resolved.recipe, resolved.plan
+    policies, (chosen, left_out) = gather(
+        lambda: _policies(recipe, resolved.source),
+        lambda: read_tasks(task_flags, recipe, resolved.source),
+    )
     budgets = recipe.budgets()
     variants = make_variants(
-        policies.value(),
+        policies,
         budgets,
         prefill=str(recipe.prefill or "full"),
         baseline=recipe.eval.baseline,
         plan=plan,
     )
-    chosen, left_out = tasks.value()
     all_gates = [*gates] + [
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
@@ -111,9 +105,7 @@ def read_comparison(
             hint="--baseline, or --fail-under TASK=V in place of --max-drop",
         )
     return Comparison(
-        recipe=_lock(recipe, chosen, policies.value(), budgets, plan).model_copy(
-            update={"claim": claim}
-        ),
+        recipe=_lock(recipe, chosen, policies, budgets, plan).model_copy(update={"claim": claim}),
         tasks=chosen,
         variants=variants,
         protocol=_protocol(recipe),

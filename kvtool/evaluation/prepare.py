@@ -29,10 +29,15 @@ from kvtool.models.placement import (
     resolve_device,
     resolve_dtype,
 )
-from kvtool.planning.derived import check_derived
+from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import check_bytes
-from kvtool.planning.free import check_free
-from kvtool.planning.held import beyond_plan, check_run, use_plan
+from kvtool.planning.plan_in_use import (
+    beyond_plan,
+    check_free,
+    check_plan,
+    check_run,
+    held_by_plan,
+)
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
@@ -285,10 +290,10 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
     """Say what bytes and plans mean for the policies, and refuse plans whose bytes are exceeded."""
     dtype = stored_dtype(config, dtype)
     if comparison.variants and comparison.variants[-1].plan is not None:
-        known = [variant.policy for variant in comparison.variants]
-        check_derived(comparison.variants[-1].plan, config, known)
+        check_plan(comparison.variants[-1].plan, config)
     for variant in comparison.variants:
-        for line in [] if variant.plan is None else check_run(variant.plan, variant.policy, dtype):
+        given = variant.plan, variant.policy, config, dtype
+        for line in [] if variant.plan is None else check_run(*given):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
         by_bytes = (
             variant.plan is None and variant.budget is not None and variant.budget.bytes is not None
@@ -312,11 +317,9 @@ def _note_samples(
     asked = [(job.task, sample) for job in jobs for sample in job.samples]
     prompt = max((estimate.prompt_tokens(*each) or 0 for each in asked), default=0)
     samples = [sample for _, sample in asked]
-    new, batch = estimate.answer_tokens(samples), largest_batch_of(samples)
+    text = Text(prompt, estimate.answer_tokens(samples), largest_batch_of(samples))
     for variant, plan in planned:
-        used = use_plan(
-            plan, variant.policy, prompt=prompt, new=new, rows=batch, dtype=estimate.dtype
-        )
-        excess = beyond_plan(plan, used, prompt, new)
+        held = held_by_plan(plan, variant.policy, estimate.config, estimate.dtype, text)
+        excess = beyond_plan(plan, held, text)
         if excess is not None:
             watcher.note(f"{variant.name}: after a {excess}")

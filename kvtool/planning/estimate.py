@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvtool.documents.memory import CacheMemory, DeviceMemory
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.budgets import layer_budgets, planned_heads, tokens_for_bytes
 from kvtool.planning.bytes import LayerBudget, Text, check_dims, forecast, kv_bytes, tokens_held
-from kvtool.planning.held import even_budgets, planned_budgets, planned_heads, tokens_for_bytes
 from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
-from kvtool.planning.rocketkv import tokens_left
 from kvtool.planning.variants import Variant
-from kvtool.policies.allocate.split import AllocatedSplit
 from kvtool.policies.policy import Policy, reads_whole
-from kvtool.sizes import DEFAULT_BLOCK, Budget, parse_prefill
+from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """What a variant holds of a text.
+
+    Attributes:
+        stored: tokens of the prompt that each layer stores.
+        slots: the same while the prompt is read.
+        kv, held: bytes of keys and values, and of all, at most from the end of the prompt on.
+        block: tokens of the prompt that run through the model at a time.
+        waits: whether layers are cut only once all of them have read the prompt.
+        reading: bytes of one sequence while the prompt is read.
+    """
+
+    layers: list[LayerShape | None]
+    policy: Policy
+    budgets: list[LayerBudget]
+    stored: list[int]
+    slots: list[int]
+    kv: int
+    held: int
+    block: int
+    waits: bool
+    reading: int
+
+
+def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
+    layers, policy, n = layer_shapes(config, dtype), variant.policy, text.prompt
+    check_dims(policy, layers)
+    if variant.plan is not None:
+        policy = planned_heads(policy, variant.plan)
+    budgets = layer_budgets(variant, policy, layers, text)
+    in_blocks = (parse_prefill(variant.prefill) or n) < n
+    # the last token is never fed; only where a prompt of known length came at once has it a slot
+    fed = text.new - 1 if in_blocks and text.new and policy.when == "never" else text.new
+    found = forecast(policy, layers, budgets, replace(text, new=fed))
+    keeps_all = policy.when == "never" or policy.select_only
+    stored = _of_all(layers, [n if keeps_all else min(each.tokens, n) for each in budgets], n)
+    split = policy.head_split  # a plan that fixes the counts of heads is kept to the byte
+    spare = SPARE if split is not None and not split.fixed else 1
+    block = _block(variant, policy, stored, n)
+    ends = policy.two_stages and block < n and not policy.select_only  # is cut at the prompt's end
+    waits = variant.cuts_at_the_end or ends
+    more = 0 if policy.cuts is None else policy.spare  # slots of tokens that are cut together
+    slots = [min(n, tokens + more) for tokens in stored]
+    reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
+    kv, held = int(found.keys_values * spare), int(found.storage * spare)
+    return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, reading)
 
 
 def estimate_memory(
@@ -33,78 +80,30 @@ def estimate_memory(
     Raises:
         UsageError: a budget that is too small for the policy; heads that its codec cannot store.
     """
-    layers, policy = layer_shapes(config, dtype), variant.policy
-    check_dims(policy, layers)
-    if variant.plan is not None:
-        policy = planned_heads(policy, variant.plan)
-    budgets = layer_budgets(variant, policy, layers, text)
-    in_blocks = (parse_prefill(variant.prefill) or text.prompt) < text.prompt
-    # the last token is never fed; only where a prompt of known length came at once has it a slot
-    fed = text.new - 1 if in_blocks and text.new and policy.when == "never" else text.new
-    found = forecast(policy, layers, budgets, replace(text, new=fed))
-    stored = _of_all(layers, [_stored(policy, each, text) for each in budgets], text.prompt)
+    found = _count(config, dtype, variant, text)
+    layers, policy, budgets = found.layers, found.policy, found.budgets
     reads = None
     if policy.budget_is_traffic:
         pairs = [each.reading.pairs if each.reading else each.tokens for each in budgets]
         reads = _of_all(layers, pairs, text.prompt)
-    split = policy.head_split  # a plan that fixes the counts of heads is kept to the byte
-    spare = SPARE if split is not None and not split.fixed else 1
-    kv = int(found.keys_values * spare)
-    held = int(found.storage * spare)
     host = _on_host(policy, layers, budgets, text)
     peak = memory.weights_bytes
     if peak is not None:
-        peak += _peak(config, layers, variant, policy, stored, held, text)
+        peak += _peak(config, found, text)
         peak += host // max(1, len(budgets))  # of a layer, fetched to be attended to
         peak += host if memory.device == "cpu" else 0
     return CacheMemory(
         prompt_tokens=text.prompt,
         new_tokens=text.new,
-        tokens=stored,
+        tokens=found.stored,
         reads=reads,
-        kv_bytes=kv,
-        state_bytes=held - kv,
+        kv_bytes=found.kv,
+        state_bytes=found.held - found.kv,
         host_bytes=host,
         full_bytes=kv_bytes(layers, tokens_held(layers, text.full)) * text.sequences,
         peak_bytes=peak,
         fits=memory.holds(peak),
     )
-
-
-def layer_budgets(
-    variant: Variant, policy: Policy, layers: Sequence[LayerShape | None], text: Text
-) -> list[LayerBudget]:
-    """Return the budgets of the layers of free budget, as the cache fixes them for a prompt.
-
-    Where a split follows from the prompt, it is the mean in every layer.
-
-    Raises:
-        UsageError: a budget that is too small for the policy.
-    """
-    if variant.plan is not None:
-        return planned_budgets(variant.plan, policy, text.prompt)
-    if variant.budget is None:
-        return even_budgets(policy, text.prompt, layers, text)
-    if variant.budget.bytes is not None:
-        mean = tokens_for_bytes(policy, layers, text, variant.budget.bytes)
-    else:
-        mean = variant.budget.for_prompt(text.prompt)
-        if mean < text.prompt:
-            policy.check_budget(mean)
-    free = sum(layer is not None and layer.window is None for layer in layers)
-    allocator = policy.allocator
-    if allocator is None or free == 0:
-        return even_budgets(policy, mean, layers, text)
-    split = AllocatedSplit(policy, free)
-    if allocator.metric is not None:
-        return even_budgets(policy, mean, layers, text)
-    return [LayerBudget(tokens) for tokens in split.for_prompt(mean, text.prompt)]
-
-
-def _stored(policy: Policy, budget: LayerBudget, text: Text) -> int:
-    """Return the tokens of a prompt that a layer stores, per KV head in the mean."""
-    keeps_all = policy.when == "never" or policy.select_only
-    return text.prompt if keeps_all else min(budget.tokens, text.prompt)
 
 
 def _of_all(layers: Sequence[LayerShape | None], of_free: Sequence[int], n: int) -> list[int]:
@@ -142,29 +141,13 @@ def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> i
     return min(block or n, n)
 
 
-def _peak(
-    config: Any,
-    layers: Sequence[LayerShape | None],
-    variant: Variant,
-    policy: Policy,
-    stored: Sequence[int],
-    held: int,
-    text: Text,
-) -> int:
+def _peak(config: Any, found: _Counted, text: Text) -> int:
     """Return the most that lives at a time: while the prompt is read, or while it is answered."""
-    n, block = text.prompt, _block(variant, policy, stored, text.prompt)
-    ends = policy.two_stages and block < n and not policy.select_only  # is cut at the prompt's end
-    waits = variant.cuts_at_the_end or ends
-    more = 0 if policy.cuts is None else policy.spare  # slots of tokens that are cut together
-    slots, first = [min(n, tokens + more) for tokens in stored], stored[0]
-    reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
-    seen = n if waits else max(slots) + block
-    computing = computing_bytes(
-        config, layers, policy, text, block=block, keys=min(seen, n), first=first
-    )
-    seen = max(slots) + text.new
-    answering = computing_bytes(config, layers, policy, text, block=1, keys=seen, first=first)
-    return max(reading * text.sequences + computing, held + answering)
+    n, given, first = text.prompt, (config, found.layers, found.policy, text), found.stored[0]
+    seen = n if found.waits else min(n, max(found.slots) + found.block)
+    computing = computing_bytes(*given, block=found.block, keys=seen, first=first)
+    answering = computing_bytes(*given, block=1, keys=max(found.slots) + text.new, first=first)
+    return max(found.reading * text.sequences + computing, found.held + answering)
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
@@ -181,14 +164,14 @@ def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
         UsageError: the policy's protected tokens alone fill what the budget means here, or bytes
             are too few.
     """
-    layers, kept = layer_shapes(config, dtype), None
-    if variant.budget is not None:
-        vocabulary = config.get_text_config(decoder=True).vocab_size
-        kept = _tokens(variant, variant.budget, layers, vocabulary, prompt)
-        _check(variant, kept, prompt)
-        if variant.policy.budget_is_traffic:
-            kept = _stored_of_read(variant, kept, prompt)
-    return kv_bytes(layers, tokens_held(layers, prompt, kept), variant.policy.codec)
+    vocabulary = config.get_text_config(decoder=True).vocab_size
+    try:
+        found = _count(config, dtype, variant, Text(prompt, vocabulary=vocabulary))
+    except UsageError as error:
+        by_share = variant.budget is not None and variant.budget.ratio is not None
+        of = f"{variant.budget} of {prompt} tokens: " if by_share else ""
+        raise UsageError(f"{variant.name}: {of}{error}") from None
+    return kv_bytes(found.layers, found.stored, variant.policy.codec)
 
 
 def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
@@ -200,42 +183,54 @@ def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
         UsageError: the first such codec or budget.
     """
     layers = layer_shapes(config, dtype)
+    text = Text(0, vocabulary=config.get_text_config(decoder=True).vocab_size)
+    free = any(layer is not None and layer.window is None for layer in layers)
     for variant in variants:
         check_dims(variant.policy, layers)
-        if variant.budget is not None and variant.budget.bytes is not None:
-            bytes_held(config, dtype, variant, prompt=0)
+        if free and variant.budget is not None and variant.budget.bytes is not None:
+            tokens_for_bytes(variant.policy, layers, text, variant.budget.bytes)
 
 
-def _tokens(
-    variant: Variant,
-    budget: Budget,
-    layers: list[LayerShape | None],
-    vocabulary: int,
-    prompt: int,
-) -> int:
-    """Return the tokens or pairs of each layer without a window, as the cache fixes them."""
-    if budget.bytes is None:
-        return budget.for_prompt(prompt)
-    if all(layer is None or layer.window is not None for layer in layers):
-        return prompt
-    text = Text(prompt, vocabulary=vocabulary)
-    return tokens_for_bytes(variant.policy, layers, text, budget.bytes)
+def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) -> int:
+    """Return the most bytes that one prompt takes while it is read and continued.
+
+    Counted are keys, values, positions and the score's numbers. Weights, activations and stored
+    evicted tokens are not.
+
+    Args:
+        config: a transformers configuration.
+        dtype: of the cache, by name.
+        n: tokens of the prompt.
+        new: tokens that are decoded.
+
+    Raises:
+        KvtoolError: a budget in bytes, which is one of the whole batch; a reader, whose tables
+            are not counted.
+    """
+    if variant.policy.reader is not None:
+        raise KvtoolError(
+            f"`{variant.policy.name}` stores tables beside its keys, "
+            "which no batch is computed for",
+            hint="give the batch itself: batch: [1, 4, 16]",
+        )
+    if variant.plan is None and variant.budget is not None and variant.budget.bytes is not None:
+        raise KvtoolError(
+            f"a budget of {variant.budget} is that of all rows, so no batch follows from it",
+            hint="give the budget in tokens or as a share",
+        )
+    found = _count(config, dtype, variant, Text(n, new))
+    return max(found.reading, found.held)
 
 
-def _stored_of_read(variant: Variant, pairs: int, prompt: int) -> int:
-    """Return what is stored of a prompt where the budget is what a decoded token reads."""
-    if variant.policy.select_only:
-        return prompt
-    return tokens_left(variant.policy, pairs, prompt, 0)
+def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, memory: int) -> int:
+    """Return how many prompts fit into a memory in bytes; arguments and errors as `prompt_bytes`.
 
-
-def _check(variant: Variant, kept: int, prompt: int) -> None:
-    """Refuse what a budget means here, if the policy's protected tokens fill it."""
-    budget = variant.budget
-    if budget is None or budget.tokens is not None:
-        return  # checked already
-    try:
-        variant.policy.check_budget(kept)
-    except UsageError as error:
-        means = f"{budget} of {prompt} tokens" if budget.ratio else f"{budget} is {kept} tokens"
-        raise UsageError(f"{variant.name}: {means}: {error}") from None
+    Raises:
+        KvtoolError: not even one.
+    """
+    alone = prompt_bytes(config, dtype, variant, n, new)
+    if alone > memory:
+        raise KvtoolError(
+            f"a memory of {memory} bytes is too small: one row of {n} + {new} tokens takes {alone}"
+        )
+    return memory // alone

@@ -19,8 +19,8 @@ from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
-from kvtool.planning.losses import Loss, Losses, of_points
-from kvtool.planning.plan import Planned, make_plan
+from kvtool.planning.lost_answers import Loss, Losses, of_points
+from kvtool.planning.make_plan import Planned, make_plan
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
@@ -53,6 +53,9 @@ class Variant:
         return self.plan is None and self.budget is not None and (measures or heads is not None)
 
 
+FULL_CACHE = Variant(Policy(Full()), None)
+
+
 def make_variants(
     policies: Sequence[Policy],
     budgets: Sequence[Budget],
@@ -71,7 +74,7 @@ def make_variants(
         UsageError: no policy, a budget that protected tokens fill.
     """
     sizes = budgets or [DEFAULT_BUDGET]
-    variants = [Variant(Policy(Full()), None, prefill)] if baseline else []
+    variants = [replace(FULL_CACHE, prefill=prefill)] if baseline else []
     for policy in policies:
         if not policy.takes_budget:
             variants.append(Variant(policy, None, prefill))

@@ -6,24 +6,21 @@ sparsely. Its bytes are those that a run holds, its peak is estimated as for a d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
 
-from kvtool.documents.ways import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
+from kvtool.documents.plan import KINDS, Peaks, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape
-from kvtool.planning.bytes import Forecast, Text, check_dims, forecast
-from kvtool.planning.held import even_budgets, tokens_for_bytes
-from kvtool.planning.losses import NOISE, Loss, Losses
-from kvtool.planning.machine import Run
-from kvtool.planning.parameters import Bits
-from kvtool.planning.variants import Variant
+from kvtool.planning.budgets import even_budgets
+from kvtool.planning.bytes import check_dims
+from kvtool.planning.fit import PREFILLS, Run
+from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.sizes import DEFAULT_TOKENS, LONG_PROMPT, Budget
+from kvtool.sizes import LONG_PROMPT
 
 NEARLY = 0.98
 """Share of the prompt from which on policies differ by less than the noise.
@@ -35,113 +32,12 @@ READERS = ("quest", "rocketkv")
 CODECS = ("int8", "fp8", "k8v4", "int4")
 
 _BESIDE = ("int8", "k8v4", "int4")  # beside eviction: fp8 takes the bytes of int8
-_PREFILLS: tuple[Prefill, ...] = ("block", "full")
 
 Spell = Callable[[Policy, int | None, str], str]
 """Writes the command that runs a policy with a budget in tokens, and reads a prompt so."""
 
 
-@dataclass(frozen=True)
-class Room:
-    """The memory that a run has, and what is run there.
-
-    Attributes:
-        config: a `PlainConfig` or a transformers configuration.
-        dtype: of keys and values, by name.
-        layers: what each layer stores.
-        size: bytes for the cache; None: what the memory leaves.
-        memory: bytes of the device; None: not asked for.
-        weights: bytes of the weights by how they are stored, as for `Run`.
-        bits: in which they are stored.
-    """
-
-    config: Any
-    dtype: str
-    layers: list[LayerShape | None]
-    text: Text
-    size: int | None = None
-    memory: int | None = None
-    weights: Mapping[Bits | None, int] = field(default_factory=dict)
-    bits: Bits | None = None
-
-    @property
-    def weights_bytes(self) -> int:
-        """Bytes of the weights; 0 where no memory is given."""
-        return 0 if self.memory is None else self.weights[self.bits]
-
-    def forecast(self, policy: Policy, tokens: int) -> Forecast:
-        """Forecast what a policy holds and reads with a budget in every layer."""
-        budgets = even_budgets(policy, tokens, self.layers, self.text)
-        return forecast(policy, self.layers, budgets, self.text)
-
-    def run(self, policy: Policy, tokens: int | None, prefill: str) -> Run:
-        """Return a run with a budget in every layer.
-
-        Args:
-            tokens: None where the policy keeps everything.
-            prefill: `full` or `block`.
-        """
-        budget = None if tokens is None or not policy.takes_budget else Budget(tokens=tokens)
-        variant = Variant(policy, budget, prefill)
-        return Run(self.config, self.dtype, variant, self.text, dict(self.weights), self.memory)
-
-    def peak(self, policy: Policy, tokens: int | None, prefill: str) -> int:
-        """Estimate the most that lives at a time, weights included."""
-        return self.weights_bytes + self.run(policy, tokens, prefill).needs(self.bits).working
-
-    def least_peak(self, policy: Policy, tokens: int | None) -> int:
-        """Estimate the same for the way to read a prompt that takes less: in blocks a long one."""
-        if self.text.prompt >= LONG_PROMPT:
-            return self.peak(policy, tokens, "block")
-        return min(self.peak(policy, tokens, prefill) for prefill in _PREFILLS)
-
-    def most_tokens(self, policy: Policy) -> int | None:
-        """Return the largest budget that fits, the prompt at most; None where none does.
-
-        The whole prompt is asked about by itself: buffers that keep it grow while it is read in
-        blocks, and take more than those of a token less.
-        """
-        found = self.text.prompt
-        least = min(policy.min_budget, found)
-        limits: list[tuple[Callable[[int], int], int | None]] = [
-            (lambda tokens: self.forecast(policy, tokens).storage, self.size),
-            (lambda tokens: self.least_peak(policy, tokens), self.memory),
-        ]
-        for cost, limit in limits:
-            if limit is None or cost(found) <= limit:
-                continue
-            within = largest_within(cost, limit, least, found - 1) if least < found else None
-            if within is None:
-                return None
-            found = within
-        return found
-
-    def most_pairs(self, policy: Policy) -> int | None:
-        """Return the most pairs that a policy of two stages reads where its storage fits."""
-        size = self.size
-        if self.memory is not None:  # what lives beside the cache hardly depends on its size
-            held = self.forecast(policy, DEFAULT_TOKENS).storage
-            left = self.memory - self.least_peak(policy, DEFAULT_TOKENS) + held
-            size = left if size is None else min(size, left)
-        try:
-            return tokens_for_bytes(policy, self.layers, self.text, max(1, size or 0))
-        except UsageError:
-            return None
-
-    def budget(self, policy: Policy) -> int | None:
-        """Return the largest budget with which a policy fits; None where none does.
-
-        That of a policy that stores everything is what a step reads, and the default.
-        """
-        if policy.stores_all or not policy.takes_budget:
-            prompt = self.text.prompt
-            tokens = min(DEFAULT_TOKENS, prompt) if policy.takes_budget else prompt
-            fits = self.memory is None or self.least_peak(policy, tokens) <= self.memory
-            return tokens if fits else None
-        return self.most_pairs(policy) if policy.two_stages else self.most_tokens(policy)
-
-
-def list_ways(room: Room, losses: Losses, spell: Spell) -> list[Way]:
+def list_ways(run: Run, losses: Losses, spell: Spell) -> list[Way]:
     """Return what fits in the order of the expected loss, and behind it what does not fit.
 
     The loss of a way is the larger one of a question that is known and one that is asked later.
@@ -149,7 +45,7 @@ def list_ways(room: Room, losses: Losses, spell: Spell) -> list[Way]:
     first, then what keeps them in more bits. Of the ways that fit and keep nearly all tokens in the
     same bits, only the best is listed, and none where all fit in these bits.
     """
-    return sorted(_once(list(_ways(_Maker(room, losses, spell)))), key=_order)
+    return sorted(_once(list(_ways(_Maker(run, losses, spell)))), key=_order)
 
 
 def _order(way: Way) -> tuple[bool, int, float, int, int]:
@@ -187,7 +83,7 @@ def _ways(maker: _Maker) -> Iterator[Way]:
 class _Maker:
     """Makes the ways of one place."""
 
-    room: Room
+    run: Run
     losses: Losses
     spell: Spell
 
@@ -201,15 +97,15 @@ class _Maker:
         policy, loss = self._policy("full", codec), self.losses.of_codec(codec)
         if policy is None or loss is None:
             return None
-        return self._way(policy, "bits", None, self.room.text.prompt, loss)
+        return self._way(policy, "bits", None, self.run.text.prompt, loss)
 
     def some(self, base: str, codec: str | None) -> Way | None:
         """Return the way that keeps as many tokens as fit; None where all do."""
         policy, beside = self._policy(base, codec), self.losses.of_codec(codec)
-        prompt = self.room.text.prompt
+        prompt = self.run.text.prompt
         if policy is None or beside is None or policy.budget_is_traffic:
             return None
-        most = self.room.most_tokens(policy)
+        most = self.run.most_tokens(policy)
         tokens = policy.min_budget if most is None else most
         loss = self.losses.at(base, tokens / prompt)
         if loss is None or tokens >= prompt:
@@ -219,40 +115,40 @@ class _Maker:
 
     def sparse(self, reader: str) -> Way | None:
         """Return the way that reads part of what it holds."""
-        policy, prompt = parse_policy(reader), self.room.text.prompt
+        policy, prompt = parse_policy(reader), self.run.text.prompt
         if policy.stores_all:
             share = self.losses.least_share(reader)
             pairs = None if share is None else ceil(share * prompt)
         else:
-            pairs = self.room.most_pairs(policy)
+            pairs = self.run.most_pairs(policy)
         loss = None if pairs is None else self.losses.at(reader, pairs / prompt)
         if pairs is None or loss is None or pairs >= prompt:
             return None
-        kept = even_budgets(policy, pairs, self.room.layers, self.room.text)[0].tokens
+        kept = even_budgets(policy, pairs, self.run.layers, self.run.text)[0].tokens
         return self._way(policy, "reading", pairs, min(kept, prompt), loss)
 
     def _policy(self, base: str, codec: str | None) -> Policy | None:
         """Return a policy with a codec; None where the two, or the model, do not go together."""
         try:
             policy = parse_policy(base if codec is None else f"{base}+{codec}", imports=False)
-            check_dims(policy, self.room.layers)
+            check_dims(policy, self.run.layers)
         except UsageError:
             return None
         return policy
 
     def _way(self, policy: Policy, kind: WayKind, budget: int | None, kept: int, loss: Loss) -> Way:
-        room, prompt = self.room, self.room.text.prompt
-        found = room.forecast(policy, prompt if budget is None else budget)
-        peaks = {prefill: room.peak(policy, budget, prefill) for prefill in _PREFILLS}
+        run, prompt = self.run, self.run.text.prompt
+        found = run.forecast(policy, prompt if budget is None else budget)
+        peaks = {prefill: run.peak(policy, budget, prefill) for prefill in PREFILLS}
         long = prompt >= LONG_PROMPT
-        prefill = "block" if long else min(_PREFILLS, key=lambda each: peaks[each])
+        prefill = "block" if long else min(PREFILLS, key=lambda each: peaks[each])
         needed = found.storage
         if policy.repetition is not None:  # holds all until its cut
-            needed = room.forecast(replace(policy, score=Full()), prompt).storage
-        excess = 0 if room.size is None else needed - room.size
-        if room.memory is not None:
-            excess = max(excess, peaks[prefill] - room.memory)
-        key_bits, value_bits = _bits(policy, room.layers)
+            needed = run.forecast(replace(policy, score=Full()), prompt).storage
+        excess = 0 if run.size is None else needed - run.size
+        if run.memory is not None:
+            excess = max(excess, peaks[prefill] - run.memory)
+        key_bits, value_bits = _bits(policy, run.layers)
         return Way(
             policy=str(policy),
             kind=kind,
@@ -280,30 +176,3 @@ def _bits(policy: Policy, layers: list[LayerShape | None]) -> tuple[int, int]:
         return 8 * itemsize, 8 * itemsize
     keys, values = policy.codec.sides()
     return keys.code_bits, values.code_bits
-
-
-def largest_within(cost: Callable[[int], int], limit: int, least: int, most: int) -> int | None:
-    """Return the largest number whose cost is within a limit; None: not even the least.
-
-    Costs that grow steadily take few calls: the next number is where a line would meet the limit.
-
-    Args:
-        cost: grows with the number.
-    """
-    high = cost(most)
-    if high <= limit:
-        return most
-    low = cost(least)
-    if low > limit:
-        return None
-    while most - least > 1:
-        middle = least + (limit - low) * (most - least) // max(1, high - low)
-        middle = min(max(middle, least + 1), most - 1)
-        for each in (middle, middle + 1, (least + most) // 2):
-            if least < each < most:
-                value = cost(each)
-                if value <= limit:
-                    least, low = each, value
-                else:
-                    most, high = each, value
-    return least

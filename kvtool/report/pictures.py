@@ -16,9 +16,9 @@ from kvtool.report.budgets import budget_figure, budget_panels
 from kvtool.report.cost_pictures import cost_figure
 from kvtool.report.costs import spent_by_variant
 from kvtool.report.curves import curve_figure, curves, y_label
-from kvtool.report.held import held_figure, held_tasks
 from kvtool.report.needles import kept_by_layer, layers_figure, needle_figure, needle_tasks
 from kvtool.report.panels import drawing, save
+from kvtool.report.score_lines import held_figure, held_tasks
 from kvtool.report.variants import labelled
 
 if TYPE_CHECKING:

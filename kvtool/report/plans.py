@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
-from kvtool.planning.held import planned_budgets
-from kvtool.planning.rocketkv import goes_by_stages
+from kvtool.planning.budgets import planned_budgets
+from kvtool.planning.rocketkv_stages import goes_by_stages
 from kvtool.policies.grammar import read_spelling
 from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks

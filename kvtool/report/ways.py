@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from kvtool.documents.plan import PlanDocument
-from kvtool.documents.ways import Way
+from kvtool.documents.plan import PlanDocument, Way
 from kvtool.report import formats
 from kvtool.report.table import Cell, Column, Row, Table
 from kvtool.report.terminal import FittingTables

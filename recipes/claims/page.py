@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvtool.documents.claim import Claim, ClaimRow, ClaimVerdict
-from kvtool.documents.recipe_source import read_recipe
+from kvtool.documents.resolve import read_recipe
 from kvtool.documents.results import ResultsDocument, when_asked
 from kvtool.documents.source import read_file
 from kvtool.errors import KvtoolError

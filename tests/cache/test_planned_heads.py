@@ -251,7 +251,7 @@ def test_layers_that_read_the_keys_of_others_refuse_it():
             r"39 tokens in 2 KV heads do not agree with `layers.tokens.0`",
         ),
         ([[11, 29], None, [33, 7]], r"`layers.heads.1`: a layer of kind `full_attention` needs"),
-        ([[], [20, 20], [33, 7]], r"layers.heads.0: must hold at least 1"),
+        ([[], [20, 20], [33, 7]], r"layers.heads.0: list should have at least 1"),
         ([[0, 40], [20, 20], [33, 7]], r"layers.heads.0.0: must be above 0"),
         ([[11, 29], [20, 20]], r"`layers.heads` has 2 entries, but the model 3 layers"),
         ([[11, 29], [20, 20], [36, 4]], r"a KV head has 4 tokens, below `layers.min_tokens` 7"),

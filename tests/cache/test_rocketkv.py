@@ -13,10 +13,10 @@ from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import even_budgets, forecast_plan
 from kvtool.planning.bytes import Text
-from kvtool.planning.held import even_budgets, forecast_plan
-from kvtool.planning.plan import make_plan
-from kvtool.planning.rocketkv import plan_rocketkv
+from kvtool.planning.make_plan import make_plan
+from kvtool.planning.rocketkv_stages import plan_rocketkv
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.read.hsa import HSA
 from tests.cache.test_readers import Run, decoded, follow, model, ragged  # noqa: F401
@@ -205,7 +205,9 @@ def test_unequal_fractions_share_what_hsa_reads():
     assert [SparseIndex.of(layer).entries[0].budget for layer in cache.layers] == [50, 14]
     read = [bytes_read(layer) for layer in cache.layers]
     assert read[0] - read[1] == 2 * (25 - 7) * (16 + 16) * 4  # KV heads, keys and values
-    forecast = forecast_plan(document, kvtool.parse_policy("hsa"), Text(300, 3))
+    forecast = forecast_plan(
+        document, kvtool.parse_policy("hsa"), Text(300, 3), document.model.layer_shapes()
+    )
     assert forecast.traffic == cache.report().traffic_bytes == sum(read)
 
 

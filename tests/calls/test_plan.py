@@ -79,8 +79,8 @@ def test_mistakes_are_told_in_one_line():
         ({"tokens": 64, "policy": 5}, "a policy is a string or a kvtool policy, got `5`"),
         ({"tokens": 64, "policy": "full"}, "keeps everything"),
         ({"tokens": 64, "allocator": 5}, "allocator must be text, got `5`"),
-        ({"tokens": 64, "dtype": "float9"}, "dtype must be one of auto, float32, bfloat16"),
-        ({"tokens": 64, "batch": 0}, "batch must be 1 or more, got `0`"),
+        ({"tokens": 64, "dtype": "float9"}, "dtype must be `auto`, `float32`, `bfloat16`"),
+        ({"tokens": 64, "batch": 0}, "batch must be at least 1, got `0`"),
         ({"tokens": 64, "source": 5}, "a plan is made from a profile, a configuration, .* got int"),
         ({"tokens": 64, "source": "none.yaml"}, "profile: `none.yaml` does not exist"),
         (

@@ -15,8 +15,8 @@ from kvtool.calls.from_python import keywords_of
 from kvtool.calls.output_settings import OutputSettings
 from kvtool.cli.options import OneOfEach, command
 from kvtool.documents.document import Section
+from kvtool.documents.overrides import apply_sets
 from kvtool.documents.recipe import Evaluation, Recipe
-from kvtool.documents.recipe_source import apply_sets
 from kvtool.documents.resolve import flags_of
 from kvtool.documents.results import ProtocolEntry
 from kvtool.documents.settings import Asking, Flag, Protocol, as_entry, as_flags

@@ -9,8 +9,8 @@ import torch
 
 import kvtool as package
 from kvtool.cache.files.format import read_metadata
+from kvtool.documents.document import dump_json
 from kvtool.documents.files import write_text
-from kvtool.documents.json_writer import dump_json
 from kvtool.documents.source import Source
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.models import reference

@@ -253,7 +253,7 @@ def test_a_recipe_does_not_import_what_it_names(kvtool, tmp_path, package, polic
 def test_a_recipe_in_python_may_name_code_and_one_in_a_file_may_not(kvtool, tmp_path):
     from kvtool.calls.resolve import resolve_settings
     from kvtool.calls.settings import GenerationSettings
-    from kvtool.documents.from_python import document_of
+    from kvtool.documents.resolve import document_of
 
     recipe = {"kind": "recipe", "schema_version": 1, "policy": POLICY, "budget": 32}
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(recipe))

@@ -291,9 +291,9 @@ def test_a_profile_without_heads_has_no_plan_by_heads(kvtool):
 
 
 def test_heads_that_the_lists_of_a_profile_do_not_have_alike_are_refused():
-    with pytest.raises(ValueError, match="has 1 KV heads, and the first list 2"):
+    with pytest.raises(ValueError, match="has 1 entries, but there are 2 KV heads"):
         lossy(heads=of_heads(READER, [*READER[:3], [[0.02, 0.01]]]))
-    with pytest.raises(ValueError, match="has 3 samples, and that of layers 2"):
+    with pytest.raises(ValueError, match="has 3 entries, but there are 2 samples"):
         lossy(heads=of_heads(READER, READER, READER))
 
 

@@ -167,8 +167,7 @@ def test_edited_tokens_are_refused_or_stand_as_they_are(kvtool, target):
     other = [tokens[0] + 9, *tokens[1:]]
     done = kvtool("generate", "-", *PROMPT, stdin=edited(plan, tokens=other))
     assert done.code == 2
-    assert "layers.tokens.0:" in done.err
-    assert f"{other[0]} tokens do not agree with `layers.fractions.0`" in done.err
+    assert f"layers.tokens: they are {sum(other)} together" in done.err
     ids = len(load_tokenizer()[0](TEXT)["input_ids"])
     for more in ({}, {"fractions": None}):
         changed = edited(plan, tokens=other, totals=None, **more)
@@ -189,11 +188,10 @@ def test_edited_stages_are_refused_or_change_the_run(kvtool):
         section = {k: v for k, v in data["rocketkv"].items() if k not in leave_out} | changes
         return yaml.safe_dump(data | {"rocketkv": section}).encode()
 
-    for name, value in {"split_factor": 0.3, "compression_ratio": 9.0, "prompt_tokens": 40}.items():
-        done = kvtool("generate", "-", *PROMPT, stdin=of(**{name: value}))
-        assert (done.code, done.out) == (2, "")
-        assert "does not agree with" in done.err
-        assert "rocketkv." in done.err
+    done = kvtool("generate", "-", *PROMPT, stdin=of(split_factor=0.3))
+    assert (done.code, done.out) == (2, "")
+    assert "does not agree with `split_factor`" in done.err
+    assert "rocketkv.stage1_tokens" in done.err
     changed = of(("stage1_tokens", "prompt_tokens"), split_factor=0.7)
     told = kvtool("generate", "-", *PROMPT, "-n", "2", "-f", "json", stdin=changed)
     ran = json.loads(told.out)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from importlib.util import find_spec
 
@@ -242,3 +243,15 @@ def test_a_home_folder_that_nobody_knows_is_one_line(kvtool, arguments):
     told = [line for line in done.err.splitlines() if "error: " in line]
     assert len(told) == 1
     assert "no home folder is known for `~no-such-user`" in told[0]
+
+
+def test_what_nobody_foresaw_is_one_line_with_its_place(kvtool, monkeypatch):
+    monkeypatch.setattr("kvtool.cli.policies.describe", lambda: [][1])
+    done = kvtool("policies")
+    assert (done.code, done.out) == (1, "")
+    line, hint = done.err.splitlines()
+    assert line.startswith("error: IndexError: list index out of range (")
+    assert re.search(r"kvtool/cli/policies\.py, line \d+\)$|test_refusals\.py, line \d+\)$", line)
+    assert hint.startswith("hint: report it with the lines of --debug")
+    with pytest.raises(IndexError):
+        kvtool("policies", "--debug")

@@ -12,7 +12,13 @@ from pydantic import BaseModel
 
 import kvtool.documents
 from kvtool.documents.answers import AnswerLine
-from kvtool.documents.document import Document, RecipeSection, Section, ShownDocument
+from kvtool.documents.document import (
+    Document,
+    RecipeSection,
+    Section,
+    ShownDocument,
+    SparseSection,
+)
 from kvtool.documents.generation import (
     CompileSection,
     CompressionDocument,
@@ -24,7 +30,7 @@ from kvtool.documents.generation import (
     TurnSection,
 )
 from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
-from kvtool.documents.plan import PlanDocument
+from kvtool.documents.plan import Device, Peaks, PlanDocument, Way, WayLoss
 from kvtool.documents.profile import ProfileDocument
 from kvtool.documents.prompts import PromptEntry
 from kvtool.documents.recipe import PrefillMapping, Recipe
@@ -37,7 +43,6 @@ from kvtool.documents.results import (
     SamplesDocument,
 )
 from kvtool.documents.source import read_file
-from kvtool.documents.ways import Device, Peaks, Way, WayLoss
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.verdict import differences, make_verdict
 from tests.documents.test_generation_document import CACHE, document
@@ -233,7 +238,7 @@ def one_of_each() -> list[BaseModel]:
 
 
 PARTS = one_of_each()
-NONE_OF = {Section, Document, ShownDocument, RecipeSection}  # bases, never made
+NONE_OF = {Section, Document, ShownDocument, RecipeSection, SparseSection}  # bases, never made
 
 
 def every_class() -> set[type[BaseModel]]:

@@ -86,12 +86,9 @@ def test_a_name_that_leaves_no_room_for_a_temporary_is_written_as_well(tmp_path)
 
 
 def test_a_name_too_long_is_refused_at_once(tmp_path):
-    for path, told in [
-        ("x" * 256, "--save: `xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...` has 256 bytes"),
-        ("ä" * 128, "has 256 bytes, and a file name has at most 255"),
-        ("y" * 300 + "/a.st", "has 300 bytes"),
-        ("/".join(["z" * 200] * 25), "a path has at most 4095 bytes"),
-    ]:
+    long = ("x" * 256, "ä" * 128, "y" * 300 + "/a.st", "/".join(["z" * 200] * 25))
+    for path in long:
+        told = "--save: a file name has at most 255 bytes, a path 4095, got"
         with pytest.raises(UsageError, match=re.escape(told)):
             check_writable(tmp_path / path, "--save")
 

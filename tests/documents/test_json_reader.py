@@ -18,13 +18,13 @@ def told(text):
 @pytest.fixture
 def walks(monkeypatch):
     """How often a text is walked through for places."""
-    seen, walk = [], readers._Document._values
+    seen, walk = [], readers._JsonComposer.document
 
     def count(document):
         seen.append(document.name)
         return walk(document)
 
-    monkeypatch.setattr(readers._Document, "_values", count)
+    monkeypatch.setattr(readers._JsonComposer, "document", count)
     return seen
 
 
@@ -49,16 +49,15 @@ def test_what_is_refused_is_told_at_its_place():
                 "a:1:16: a: key `b` is given twice, first in line 1",
                 "a:2:1: key `a` is given twice, first in line 1",
                 "a:2:21: c: `NaN` is not a finite number",
+                "a:2:31: d: `1e999` is not a finite number",
             ],
         ),
-        ('{"a": 1, "a": 2, "b" 3}', ["a:1:22: not valid JSON: `:` is expected"]),
-        ('{"\\ud800": 1}', ["a:1:12: \\ud800: half of a surrogate pair"]),
+        ('{"a": 1, "a": 2, "b" 3}', ["a:1:22: not valid JSON: expecting `:` delimiter"]),
         ('{"x": ["\\ud83d\\ude00", "\\ud83d"]}', ["a:1:24: x.1: half of a surrogate pair"]),
         (f"[{'9' * 101}]", ["a:1:2: 0: a number of 101 digits"]),
-        ("[" * 70 + "}", ["a:1:66: 0.0.0: nested more than 64 levels deep"]),
-        ("[" * 10**6, ["a:1:66: 0.0.0: nested more than 64 levels deep"]),
-        ("[1, [2}", ["a:1:7: not valid JSON: `,` or `]` is expected"]),
-        ('[1, {"a": 2]', ["a:1:12: not valid JSON: `,` or `}` is expected"]),
+        ("[" * 10**6, ["a:1:65: nested more than 64 levels deep"]),
+        ("[" * 70 + "]" * 70, ["a:1:65: nested more than 64 levels deep"]),
+        ("[1, [2}", ["a:1:7: not valid JSON: expecting `,` delimiter"]),
         ('{"a": "x\\q"}', ["a:1:9: not valid JSON: invalid \\escape"]),
         ('{"a": "x\\q' + "[" * 100, ["a:1:9: not valid JSON: invalid \\escape"]),
         ("", ["a:1:1: not valid JSON: expecting value"]),

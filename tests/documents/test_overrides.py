@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from kvtool.documents.recipe_source import apply_sets, overlay
+from kvtool.documents.overrides import apply_sets, overlay
 from kvtool.documents.source import DocumentError, Source
 from kvtool.documents.tree import Mark, Node
 from kvtool.errors import UsageError

@@ -82,12 +82,10 @@ MISTAKES = {  # what is changed: into what, where it is reported, what is said
     "no prompt": ("max_new_tokens: 128", "max_new_tokens: 1128", "13:9", "leaves no prompt in"),
     "an unknown key": ("allocator: d2o", "alocator: d2o", "15:3", "did you mean `allocator`?"),
     "a layer too few": ("[250, 63, 150]", "[250, 63]", "1:1", "has 2 entries, but the model 3"),
-    "a share of a window": ("0.25, null", "0.25, 0.1", "1:1", "has no budget of its own"),
-    "a missing share": ("0.25, null", "null, null", "1:1", "`full_attention` needs a fraction"),
     "a layer below the least": ("[250,", "[7,", "1:1", "`layers.tokens.0` is 7, below"),
     "a share above the prompt": ("0.25,", "1.25,", "18:15: layers.fractions.0", "at most 1"),
     "half a token": ("[250,", "[250.5,", "17:12: layers.tokens.0", "whole number"),
-    "other totals": ("tokens: 463", "tokens: 464", "17:11: layers.tokens", "are 463 together"),
+    "another target": ("[250, 63, 150]", "[251, 63, 150]", "17:11: layers.tokens", "401 together"),
     "no layers": ("layers: 3", "layers: 0", "6:11: model.layers", "above 0"),
 }
 

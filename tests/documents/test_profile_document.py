@@ -43,20 +43,20 @@ def test_what_was_not_measured_is_left_out():
 
 def test_what_does_not_fit_is_refused():
     for metrics, message in [
-        ({"entropy": [0.5]}, "`metrics.entropy` has 1 entries, but the model 2 layers"),
+        ({"entropy": [0.5]}, "`metrics.entropy` has 1 entries, but there are 2 layers"),
         (
             {"output_error": {"policy": "h2o", "budgets": [8], "errors": [[0.5]] * 3}},
-            "`metrics.output_error.errors` has 3 entries, but the model 2 layers",
+            "`metrics.output_error.errors` has 3 entries, but there are 2 layers",
         ),
         ({"entropi": [0.5, 0.5]}, "unknown key `entropi`; did you mean `entropy`"),
         ({"entropy": [0.5, "high"]}, "must be a number, got `high`"),
         (
             {"output_error": {"policy": "h2o", "budgets": [8, 16], "errors": [[0.5, 0.2], [0.1]]}},
-            "`metrics.output_error.errors.1` has 1 entries, but its axis 2 points",
+            "`metrics.output_error.errors.1` has 1 entries, but there are 2 points",
         ),
         (
             {"jaccard": {"rates": [0.1], "aas": [[0.5, 0.2], None]}},
-            "`metrics.jaccard.aas.0` has 2 entries, but its axis 1 points",
+            "`metrics.jaccard.aas.0` has 2 entries, but there are 1 points",
         ),
     ]:
         data = profile(entropy=[1.0, 1.0]).to_data() | {"metrics": metrics}

@@ -107,12 +107,15 @@ def test_a_prompt_may_be_a_conversation(tmp_path):
 def test_what_is_no_prompt_is_told_with_its_line(tmp_path):
     for line, said in [
         ('{"messages": []}', "`messages` is a list of messages, got a list"),
-        ('{"messages": [{"role": "user", "content": "a"}], "tools": [{"a": 1}]}', "holds tools"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}], "tools": [{"a": 1}]}',
+            "unknown key `tools`",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}], "prompt": "b"}', "key `prompt` beside"),
         ('{"messages": [{"role": "user", "content": "a"}], "id": 1.5}', "id.str: must be"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "no message to answer: the last"),
         ('{"messages": ["a"]}', "message 0: a message has `role` and `content`, got `a`"),
-        ('{"conversations": [{"from": "observation", "value": "3"}]}', "no speaker `observation`"),
+        ('{"conversations": [{"from": "observation", "value": "3"}]}', "no from `observation`"),
         ('{"prompt": "a", "prompt": "b"}', "key `prompt` is given twice"),
         ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "key `content` is"),
         ("{}", "prompt: is required"),
@@ -153,7 +156,7 @@ def test_a_line_that_is_no_prompt_may_be_kept_with_what_is_wrong_with_it(tmp_pat
     assert [problem.mark.line for problem in caught.value.problems] == [2, 3, 5]
     found = make_prompts([{"prompt": "a", "id": 1}, 3, {"prompt": "b", "id": 1}], keep_bad=True)
     assert [each.bad is None for each in found] == [True, False, False]
-    assert found[2].bad == "id `1` is given twice"
+    assert found[2].bad == "prompt 2: id `1` is given twice, first in prompt 0"
 
 
 def test_a_line_has_tokens_or_an_error():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.documents.files import expand, read_bytes, read_prompt
-from kvtool.documents.recipe_source import resolve_includes
+from kvtool.documents.overrides import resolve_includes
 from kvtool.documents.source import Source, read_source
 from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError

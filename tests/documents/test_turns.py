@@ -138,11 +138,14 @@ def test_arrays_that_hold_no_turns_are_refused_with_the_place(tmp_path):
         ('[{"role": "tool", "content": "a"}]', "no role `tool`; choose one of: system, user, assi"),
         ('[{"role": "user"}]', "a message has `role` and `content`"),
         ('[{"role": "user", "content": "a", "user": "b"}]', "a message has `role` and `content`"),
-        ('[{"role": "user", "content": [{"type": "text"}]}]', "a turn is text, got a list"),
-        ('[{"role": "user", "content": null}]', "a turn is text, got null"),
+        (
+            '[{"role": "user", "content": [{"type": "text"}]}]',
+            "texts, got null",
+        ),
+        ('[{"role": "user", "content": null}]', "texts, got null"),
         ('[{"role": "user", "content": ""}]', "a turn must not be empty"),
         ('[["a"]]', "a turn is text, got a list"),
-        ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: text after the end"),
+        ('[{"user": "a"}]\n[{"user": "b"}]', "not valid JSON: extra data"),
         ('["a", "b"', "not valid JSON"),
     ]:
         with pytest.raises(DocumentError, match=r"turns:1:\d+|turns:2:1") as caught:
@@ -208,20 +211,29 @@ SOUND = {"type": "input_audio", "input_audio": {"data": "a"}}
 
 def test_what_is_no_text_is_refused_by_its_name(tmp_path):
     for message, said in [
-        ({"role": "assistant", "content": None, "tool_calls": [{}]}, "`tool_calls` holds tool c"),
-        ({"role": "assistant", "content": "", "function_call": {"name": "f"}}, "a function call;"),
-        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "`tool_call_id` holds the answer"),
-        ({"role": "tool", "content": "4"}, "kvtool reads messages of text alone, no tools"),
-        ({"from": "function_call", "value": "4"}, "no speaker `function_call`; choose one of"),
-        ({"role": "user", "content": [IMAGE]}, "a part of the type `image_url` is an image"),
-        ({"role": "user", "content": ["What?", SOUND]}, "type `input_audio` is audio"),
-        ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "`video` is a video"),
-        ({"role": "user", "content": [{"type": "file"}]}, "`file` is a file"),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{}]},
+            "`tool_calls`; kvtool reads me",
+        ),
+        (
+            {"role": "assistant", "content": "", "function_call": {"name": "f"}},
+            "and no `function_call`",
+        ),
+        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "and no `tool_call_id`"),
+        ({"role": "tool", "content": "4"}, "no role `tool`; choose one of"),
+        ({"from": "function_call", "value": "4"}, "no from `function_call`; choose one of"),
+        ({"role": "user", "content": [IMAGE]}, "a part of the type `image_url` is no text"),
+        ({"role": "user", "content": ["What?", SOUND]}, "type `input_audio` is no text"),
+        ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "`video` is no text"),
+        ({"role": "user", "content": [{"type": "file"}]}, "`file` is no text"),
         ({"role": "user", "content": [{"type": "thing"}]}, "`thing` is no text"),
-        ({"role": "user", "content": "a", "images": ["a.png"]}, "`images` holds images"),
-        ({"role": "user", "content": [3]}, "a turn is text, got a list whose part 0 is `3`"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "`tools` holds tools"),
-        ({"user": "a", "images": ["a"]}, "`images` holds images"),
+        ({"role": "user", "content": "a", "images": ["a.png"]}, "and no `images`"),
+        ({"role": "user", "content": [3]}, "a turn is text, or a list of texts, got `3`"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
+            "unknown key `tools`",
+        ),
+        ({"user": "a", "images": ["a"]}, "unknown key `images`"),
         ({"content": "a"}, "a message has `role` and `content`"),
     ]:
         path = write(tmp_path, f'{{"user": "a"}}\n{json.dumps(message)}\n', "a.jsonl")

@@ -19,7 +19,7 @@ from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.models.load import load
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.table import BASES
 from kvtool.sizes import DEFAULT_TOKENS, Budget

@@ -11,9 +11,8 @@ import kvtool
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
 from kvtool.models.load import load
-from kvtool.planning.auto import choose_bytes, chosen_note, keeps_all, needs_with
 from kvtool.planning.bytes import Text
-from kvtool.planning.machine import Run
+from kvtool.planning.fit import Run, choose_bytes, chosen_note, keeps_all
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 from tests.evaluation.variants import make_variants
@@ -47,7 +46,7 @@ def test_the_budget_is_the_share_of_what_is_left(policy, share):
     chosen = choose_bytes([run], asked, there(free)).bytes
 
     def excess(size):
-        reading = needs_with(run, Budget(bytes=size)).reading
+        reading = run.under(Budget(bytes=size)).needs().reading
         return size - asked.share * (free - WEIGHTS - reading)
 
     assert excess(chosen) <= 0 < excess(chosen + 1024)
@@ -57,7 +56,7 @@ def test_the_peak_stays_within_the_memory():
     for policy in ("h2o", "kvzip", "snapkv+int8", "roco"):
         run = run_of(policy)
         chosen = choose_bytes([run], AUTO, there(20 * 2**20))
-        assert needs_with(run, chosen).working <= 17 * 2**20
+        assert run.under(chosen).needs().working <= 17 * 2**20
 
 
 def test_the_most_demanding_run_decides():

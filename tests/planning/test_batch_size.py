@@ -5,7 +5,7 @@ import pytest
 import kvtool
 from kvtool.errors import KvtoolError
 from kvtool.generation.feeding import decode_step, prefill
-from kvtool.planning.batch_size import largest_batch, prompt_bytes
+from kvtool.planning.estimate import largest_batch, prompt_bytes
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import peaky_model, random_ids
 

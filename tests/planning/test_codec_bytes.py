@@ -11,12 +11,11 @@ from kvtool.documents.plan import Target
 from kvtool.errors import UsageError
 from kvtool.generation import compress, decode_step, prefill
 from kvtool.model_shape import LayerShape, layer_shapes
-from kvtool.planning.batch_size import largest_batch
 from kvtool.planning.bytes import Text, check_dims, stored_bytes
-from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory
-from kvtool.planning.held import check_run
+from kvtool.planning.estimate import bytes_held, check_bytes, estimate_memory, largest_batch
+from kvtool.planning.make_plan import make_plan
 from kvtool.planning.peak import reading_bytes
-from kvtool.planning.plan import make_plan
+from kvtool.planning.plan_in_use import check_run
 from kvtool.policies.allocate.uniform import Uniform
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -202,11 +201,12 @@ def test_a_plan_for_another_codec_is_looked_at_again(model):
             kvtool.build_cache(model, other, plan=plan)
         assert told.value.hint == f"make the plan anew: kvtool plan-budget .. -p '{other}'"
     plan = plan_of(model, "h2o+int8", bytes=SIZE)
-    assert check_run(plan, kvtool.parse_policy("h2o+int8")) == []
-    assert check_run(plan, kvtool.parse_policy("h2o+fp8")) == [
+    given = model.config, str(model.dtype).removeprefix("torch.")
+    assert check_run(plan, kvtool.parse_policy("h2o+int8"), *given) == []
+    assert check_run(plan, kvtool.parse_policy("h2o+fp8"), *given) == [
         "note: the plan's totals are those of `h2o+int8`, and this is `h2o+fp8`"
     ]
-    (told,) = check_run(plan, kvtool.parse_policy("h2o+int4"))
+    (told,) = check_run(plan, kvtool.parse_policy("h2o+int4"), *given)
     assert f"bytes, not {plan.totals.bytes}" in told
 
 

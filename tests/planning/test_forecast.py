@@ -11,8 +11,8 @@ from kvtool.documents.memory import ModelShape
 from kvtool.errors import UsageError
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import even_budgets
 from kvtool.planning.bytes import Text, forecast, grown
-from kvtool.planning.held import even_budgets
 from kvtool.policies.table import MODIFIERS
 from tests.models_for_tests import any_cache, family_model, peaky_model, random_ids
 from tests.planning.documents import shape

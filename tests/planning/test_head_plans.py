@@ -9,9 +9,9 @@ from kvtool.documents.plan import PlanDocument, Target
 from kvtool.documents.profile import AnswerLosses, Metrics, ProfileData, ProfileDocument
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import forecast_plan
 from kvtool.planning.bytes import Text
-from kvtool.planning.held import forecast_plan
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.optimal import Optimal
 from tests.cache.test_planned_heads import planned

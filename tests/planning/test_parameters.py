@@ -102,7 +102,7 @@ def test_other_families_are_not_guessed():
 
 def test_torch_is_not_needed():
     code = (
-        "import sys, kvtool.planning.parameters, kvtool.planning.machine; "
+        "import sys, kvtool.planning.parameters, kvtool.planning.fit; "
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

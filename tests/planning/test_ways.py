@@ -7,14 +7,14 @@ import pytest
 import kvtool
 from kvtool.calls.plan import plan as make
 from kvtool.errors import UsageError
-from kvtool.model_shape import layer_shapes
 from kvtool.models.load import load
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.losses import NOISE, packaged
+from kvtool.planning.fit import Run
+from kvtool.planning.lost_answers import NOISE, packaged
 from kvtool.planning.recommend import measured_losses
-from kvtool.planning.variants import Variant
-from kvtool.planning.ways import NEARLY, Room, largest_within, list_ways
+from kvtool.planning.variants import FULL_CACHE, Variant
+from kvtool.planning.ways import NEARLY, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
@@ -149,17 +149,11 @@ def test_a_memory_holds_weights_cache_and_what_reading_takes(llama):
     assert document.planned_bytes == first.bytes
     # a token more of an eviction would not fit
     keydiff = by_name(document)["keydiff"]
-    room = Room(
-        _config(llama),
-        "bfloat16",
-        layer_shapes(_config(llama), "bfloat16"),
-        Text(101376, 1024),
-        memory=24 * GIB,
-        weights={None: WEIGHTS},
-    )
+    text = Text(101376, 1024)
+    run = Run(_config(llama), "bfloat16", FULL_CACHE, text, {None: WEIGHTS}, 24 * GIB)
     policy = parse_policy("keydiff")
-    assert room.least_peak(policy, keydiff.tokens) <= 24 * GIB
-    assert room.least_peak(policy, keydiff.tokens + 1) > 24 * GIB
+    assert run.least_peak(policy, keydiff.tokens) <= 24 * GIB
+    assert run.least_peak(policy, keydiff.tokens + 1) > 24 * GIB
 
 
 def test_a_policy_gets_what_the_memory_leaves(llama):
@@ -208,9 +202,9 @@ def test_results_give_the_order_where_they_are_given():
     assert losses.of_codec("int8").known == 0
     assert losses.of_codec("int4") is None
     assert losses.source == "measured in the results given, with `kvtool/reference`"
-    layers = shape().layer_shapes()
-    room = Room(tiny(), "bfloat16", layers, Text(1000), size=4 * 500 * 256)
-    ways = list_ways(room, losses, lambda policy, tokens, prefill: str(policy))
+    run = Run(tiny(), "bfloat16", FULL_CACHE, Text(1000), size=4 * 500 * 256)
+    assert run.layers == shape().layer_shapes()
+    ways = list_ways(run, losses, lambda policy, tokens, prefill: str(policy))
     fitting = [way.policy for way in ways if way.fits]
     # h2o loses 7 % at 49 % of the tokens, tova+int8 7 % at 92 %: equal, so the second comes first
     assert fitting == ["h2o+int8", "tova+int8", "h2o", "tova"]
@@ -230,21 +224,6 @@ def _config(llama):
     from kvtool.models.load import read_config
 
     return read_config(llama)
-
-
-def test_the_largest_number_within_a_limit_is_that_of_a_plain_search():
-    costs = (lambda n: n, lambda n: 3 * n + 2, lambda n: n * n // 7, lambda n: 10 * (n // 8))
-    for limit, least, most in [
-        (0, 1, 9),
-        (7, 1, 9),
-        (29, 1, 9),
-        (50, 1, 9),
-        (10**4, 1, 10**3),
-        (5, 5, 5),
-    ]:
-        for cost in costs:
-            wanted = max((n for n in range(least, most + 1) if cost(n) <= limit), default=None)
-            assert largest_within(cost, limit, least, most) == wanted
 
 
 SIZES = (200_000, 500_000, 1_500_000, 3_500_000)
@@ -267,8 +246,8 @@ def test_a_way_holds_what_its_plan_and_its_run_hold(bundled, case):
     """Planned bytes, those of the way and those of tensors are the same, whether it is listed."""
     name, size = case
     model, config = bundled
-    room = Room(config, "float32", layer_shapes(config, "float32"), TEXT, size=size)
-    way, policy = listed(room).get(name), parse_policy(name)
+    run = Run(config, "float32", FULL_CACHE, TEXT, size=size)
+    way, policy = listed(run).get(name), parse_policy(name)
     if way is not None:
         budget = {"tokens": way.reads or way.tokens} if policy.takes_budget else {"ratio": 1}
         plan = plan_for(model, policy, **budget)
@@ -284,8 +263,8 @@ def test_a_way_holds_what_its_plan_and_its_run_hold(bundled, case):
     assert held_by(model, policy, plan) == plan.totals.storage.bytes
 
 
-def listed(room):
-    return {way.policy: way for way in list_ways(room, packaged(), lambda *words: "")}
+def listed(run):
+    return {way.policy: way for way in list_ways(run, packaged(), lambda *words: "")}
 
 
 @pytest.fixture(scope="module")

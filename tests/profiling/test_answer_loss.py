@@ -10,7 +10,7 @@ import kvtool
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import Target
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy
 from kvtool.profiling import answer_loss as module

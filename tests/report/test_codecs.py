@@ -10,12 +10,13 @@ from rich.console import Console
 
 pytest.importorskip("matplotlib")
 
+
 from kvtool.documents.verdict import Paired
 from kvtool.evaluation.verdict import make_verdict
-from kvtool.report.held import front_of, held_figure, held_points
 from kvtool.report.panels import covered, drawing, looks
 from kvtool.report.results import costs
 from kvtool.report.results_text import summary_table
+from kvtool.report.score_lines import front_of, held_figure, held_points
 from kvtool.report.variants import families
 from kvtool.report.view import rows_of
 from kvtool.report.words import notes

@@ -2,7 +2,7 @@ import pytest
 from rich.console import Console
 
 from kvtool.documents.plan import Target
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.grammar import parse_policy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import sys
 import weakref
 from collections.abc import Iterator
@@ -26,13 +25,13 @@ from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import attention_layers, check_layers, check_shared
 from kvtool.cache.whole.settings import ModelLink
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.source import Source, check_kind, read_source
+from kvtool.documents.source import read_as
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import layer_shapes
+from kvtool.planning.budgets import planned_heads
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.derived import check_derived, check_plan
-from kvtool.planning.held import check_run, planned_heads
+from kvtool.planning.plan_in_use import check_plan, check_run
 from kvtool.policies.allocate.uniform import Uniform
 from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.grammar import parse_policy
@@ -71,14 +70,12 @@ def build_cache(
 
     Raises:
         UsageError: no budget, or one that the policy's protected tokens fill; a prefill that cannot
-            be read; a plan beside a budget, one of another model, one whose numbers contradict each
-            other, or one whose bytes this policy or dtype would exceed; head scores that do not
-            fit; a codec that cannot store the model's heads, or not on its device.
+            be read; a plan beside a budget, one of another model, or one whose bytes this
+            policy or dtype would exceed; head scores that do not fit; a codec that cannot store the
+            model's heads, or not on its device.
         KvtoolError: a model whose layers cannot be compressed.
     """
-    if plan is not None:
-        plan = read_plan(plan)
-        check_derived(plan, model.config)
+    plan = None if plan is None else read_plan(plan)
     return make_cache(model, policy, budget, prefill=prefill, plan=plan, head_ranks=head_ranks)
 
 
@@ -91,10 +88,7 @@ def make_cache(
     plan: PlanDocument | None,
     head_ranks: Tensor | None = None,
 ) -> KVCache:
-    """Do what `build_cache` does, with a plan whose numbers have been compared already.
-
-    Commands compare them before they run, and a saved cache holds its plan under a checksum.
-    """
+    """Do what `build_cache` does, with a plan that has been read."""
     model, policy = uncompiled(model), parse_policy(policy)
     config = model.config.get_text_config(decoder=True)
     check_layers(config)
@@ -104,7 +98,7 @@ def make_cache(
             raise UsageError(f"a plan brings its own budget; leave out {budget}")
         check_plan(plan, model.config)
         check_planned_layers(plan, policy)
-        check_run(plan, policy, str(model.dtype).removeprefix("torch."))
+        check_run(plan, policy, model.config, str(model.dtype).removeprefix("torch."))
         budget = plan.target.budget
         policy = planned_heads(policy, plan)
     check_shared(config, policy)
@@ -172,14 +166,7 @@ def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
     Raises:
         UsageError: it cannot be read, or is no plan.
     """
-    if isinstance(plan, PlanDocument):
-        return plan
-    if isinstance(plan, dict):
-        source = Source.parse(json.dumps(plan), "plan")
-    else:
-        source = read_source(str(plan), option="plan")
-    check_kind(source, takes=("plan",), command="this")
-    return source.validate(PlanDocument)
+    return read_as(plan, PlanDocument, "a plan", command="this")
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:

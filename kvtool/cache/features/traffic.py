@@ -16,7 +16,7 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.tensor_files.heads import read_heads
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
-from kvtool.planning.rocketkv import PlannedStages, planned_stages, sized_reader, tokens_left
+from kvtool.planning.rocketkv_stages import PlannedStages, planned_stages, sized_reader, tokens_left
 from kvtool.policies.allocate.split import PlannedSplit
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy

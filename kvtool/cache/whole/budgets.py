@@ -22,8 +22,8 @@ from kvtool.cache.slots.memory import LayerBudget
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.planning.budgets import tokens_for_bytes
 from kvtool.planning.bytes import Text
-from kvtool.planning.held import tokens_for_bytes
 from kvtool.policies.allocate.problem import UNLIMITED
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
 from kvtool.policies.policy import Policy

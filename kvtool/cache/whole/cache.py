@@ -41,7 +41,7 @@ class InWords:
     """A cache that says what it holds, as the commands do."""
 
     def __str__(self: Any) -> str:
-        return CacheSection.of(self.report()).in_words()
+        return CacheSection.taken_from(self.report()).in_words()
 
     def __repr__(self: Any) -> str:
         budget = "" if self.budget is None else f", budget {self.budget}"

@@ -16,7 +16,7 @@ from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
 from kvtool.lazy_torch import torch
-from kvtool.planning.batch_size import largest_batch
+from kvtool.planning.estimate import largest_batch
 from kvtool.sizes import Budget
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Speed(Task):
         new_tokens: decoded steps.
         batch: prompts at a time, one number or several.
         memory: in place of `batch`, as many prompts as it holds (`512MiB`), of each variant; see
-            `kvtool.planning.batch_size`.
+            `kvtool.planning.estimate`.
         compile: whether decoding is compiled; graphs are made before the clock starts.
         samples: timed repetitions of each size.
         preset: the sizes that a paper measured, in place of `lengths`, `new_tokens` and `batch`.

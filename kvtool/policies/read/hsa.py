@@ -9,7 +9,7 @@ Where paper and code differ: algorithm 1 says only `score`. As in the code, the 
 softmax over the tokens at SparQ's temperature, averaged over the query heads of a group. A channel
 whose summed query is exactly 0 takes the upper bound (the paper; the code takes the lower).
 
-The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv`.
+The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planning.rocketkv_stages`.
 """
 
 from __future__ import annotations

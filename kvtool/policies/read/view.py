@@ -17,7 +17,7 @@ def fixed(size: int | None) -> int:
 
 
 class Stages(Protocol):
-    """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv`."""
+    """What RocketKV's plan says of stage 2; see `kvtool.planning.rocketkv_stages`."""
 
     @property
     def page_size(self) -> int: ...

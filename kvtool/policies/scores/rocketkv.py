@@ -3,7 +3,7 @@
 Behnam et al., 2025, https://arxiv.org/abs/2502.14051. The budget t is what a decode step reads. Of
 a prompt of S tokens SnapKV (window 32, max pooling over 63) keeps about S / c^r with c = S / t, and
 hybrid sparse attention (`kvtool.policies.read.hsa`) reads t pairs of them and of what is generated.
-`kvtool.planning.rocketkv` has the arithmetic.
+`kvtool.planning.rocketkv_stages` has the arithmetic.
 
 Differences from the authors' code: the last queries of the whole prompt vote, and the prompt is cut
 once at its end, also where it is computed in blocks. The code leaves the last token out, and cuts

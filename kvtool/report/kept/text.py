@@ -112,7 +112,7 @@ def kept_text(
     budget = "" if cache.budget is None else f", budget {cache.budget}"
     return KeptText(
         title=f"{cache.policy}{budget}",
-        cost=CacheSection.of(cache.report()).in_words(),
+        cost=CacheSection.taken_from(cache.report()).in_words(),
         pieces=tuple(token_pieces(tokenizer, ids)),
         kept=kept_tokens(cache, row),
         prompt=len(ids) if prompt_tokens is None else min(prompt_tokens, len(ids)),

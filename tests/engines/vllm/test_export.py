@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 import kvtool
-from kvtool.engines.vllm.export import export_cache
 from kvtool.engines.vllm.format import difference, facts_of, read_exported
+from kvtool.engines.vllm.virtual_prompt import export_cache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import prefill
 from tests.models_for_tests import family_model, peaky_model, random_ids
@@ -241,7 +241,7 @@ def test_other_caches_are_refused():
     small = compressed(gemma, "h2o", budget=16)
     with pytest.raises(UsageError, match=r"sliding window hold 23 tokens, .* room for 16"):
         export_cache(small)
-    with pytest.raises(UsageError, match="to must be one of vllm"):
+    with pytest.raises(UsageError, match="to must be `vllm`"):
         kvtool.export(batch, "x.safetensors", to="sglang")
 
 

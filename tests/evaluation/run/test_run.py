@@ -135,7 +135,7 @@ def put(*way, value):
         ("niah.jsonl", put("scores", "em", value=1e200), "scores.em: must be at most"),
         ("niah.jsonl", put("id", value="\ud800"), "half of a surrogate pair"),
         ("niah.jsonl", put("cell", value=3), "cell: must be a mapping, got `3`"),
-        ("niah.jsonl", put("turns", value=[]), "turns: must hold at least 1, got 0"),
+        ("niah.jsonl", put("turns", value=[]), "turns: list should have at least 1 item"),
         ("niah.jsonl", put("turns", 0, "prediction", value=7), "turns.0.prediction: must be text"),
         ("niah.jsonl", put("facts", value={"protocol": 1}), "facts.protocol: must be text"),
         ("samples.json", put("protocol", "seed", value="x"), "protocol.seed: must be a whole"),

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from kvtool.documents.plan import Target
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.d2o import D2O
 from kvtool.policies.allocate.split import tokens_for_prompt
 from kvtool.policies.allocate.uniform import Uniform

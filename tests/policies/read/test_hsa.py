@@ -6,7 +6,7 @@ import torch
 
 import kvtool
 from kvtool.maths.estimates import heaviest_channels, partial_scale, take_channels
-from kvtool.planning.rocketkv import plan_rocketkv
+from kvtool.planning.rocketkv_stages import plan_rocketkv
 from kvtool.policies.read.exact_topk import ExactTopK
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.read.view import StepBudget

@@ -11,17 +11,8 @@ from kvtool.models import reference
 from kvtool.plain_config import plain_config
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
-from kvtool.planning.machine import (
-    Needs,
-    Run,
-    advice,
-    budget_that_fits,
-    least_budget,
-    remedies,
-    table,
-)
+from kvtool.planning.fit import Needs, Run, advice, remedies
 from kvtool.planning.parameters import BITS, stored_bytes, weights_bytes
-from kvtool.policies.grammar import parse_policy
 from tests.evaluation.variants import make_variants
 from tests.models.published import LLAMA_3
 
@@ -40,14 +31,14 @@ def run_of(policy, budget=None, memory=None, prefill="full"):
 
 def test_needs_worked_by_hand():
     needs = Needs(weights=1000, kv=200, state=30, working=400, memory=1500)
-    assert (needs.total, needs.left, needs.fits, needs.missing()) == (1400, 100, True, 0)
+    assert (needs.total, needs.left, needs.fits) == (1400, 100, True)
     assert needs.reading == 170  # 400 at the peak, of which 230 are held to the end
     small = replace(needs, memory=1024)
-    assert (small.left, small.fits, small.missing()) == (-376, False, 376)
+    assert (small.left, small.fits) == (-376, False)
     assert small.verdict() == "does not fit: 376 B too much"
     unknown = replace(needs, weights=None)
-    assert (unknown.total, unknown.left, unknown.fits, unknown.missing()) == (None, None, None, 0)
-    assert table(small)[-3:] == [
+    assert (unknown.total, unknown.left, unknown.fits) == (None, None, None)
+    assert small.table()[-3:] == [
         "total                            1.4 KiB",
         "memory                           1.0 KiB",
         "left                              -376 B",
@@ -88,7 +79,7 @@ def test_what_would_fit_fits_and_what_does_not_is_not_named(policy, budget, memo
     assert not run.needs().fits
     found = remedies(run)
     assert found
-    assert all(each.needs.fits for each in found)
+    assert all(needs.fits for _, needs in found)
     assert "what would: " in advice(run.needs(), found)
 
 
@@ -101,7 +92,7 @@ def test_nothing_fits_into_no_memory():
 @pytest.mark.parametrize("policy", ["h2o", "streaming+int8", "snapkv+caote"])
 def test_the_largest_budget_fits_and_the_next_does_not(policy):
     run = run_of(policy, "50%", 18 * GIB, prefill="block")
-    most = budget_that_fits(run)
+    most = run.most_as_it_is_read()
     assert most is not None
     assert 0 < most < TEXT.prompt
     at = {
@@ -111,18 +102,12 @@ def test_the_largest_budget_fits_and_the_next_does_not(policy):
 
 
 def test_a_large_memory_holds_the_whole_prompt():
-    assert budget_that_fits(run_of("h2o", "50%", 200 * GIB)) == TEXT.prompt
+    assert run_of("h2o", "50%", 200 * GIB).most_as_it_is_read() == TEXT.prompt
 
 
 @pytest.mark.parametrize("policy", ["full", "quest"])
 def test_no_budget_makes_these_hold_less(policy):
-    assert budget_that_fits(run_of(policy, None if policy == "full" else "64", 18 * GIB)) is None
-
-
-def test_least_budget_is_above_what_is_always_kept():
-    policy = parse_policy("streaming(sinks=4)")
-    assert least_budget(policy, 100) == 5
-    assert least_budget(policy, 4) is None
+    assert run_of(policy, None if policy == "full" else "64", 18 * GIB).most_as_it_is_read() is None
 
 
 def test_stored_bytes_are_those_of_the_tensors(tmp_path):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.planning.losses import CODECS, MEASURED, NOISE, PROMPT, Loss, of_points, packaged
+from kvtool.planning.lost_answers import CODECS, MEASURED, NOISE, PROMPT, Loss, of_points, packaged
 
 RESULTS = Path(__file__).parents[2] / "recipes" / "real-model" / "results"
 

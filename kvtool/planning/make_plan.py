@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.budget_curves import BudgetCurves
 from kvtool.documents.memory import ModelShape
@@ -26,17 +26,19 @@ from kvtool.documents.plan import (
 from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
-from kvtool.planning.bytes import Forecast, Text, check_dims, kv_bytes, tokens_held
-from kvtool.planning.evidence import by_heads, evidence, length_scale, loss_note
-from kvtool.planning.held import forecast_plan, largest, least_allowed
+from kvtool.planning.budgets import forecast_plan
+from kvtool.planning.bytes import check_dims, kv_bytes, tokens_held
 from kvtool.planning.peak import reading_bytes
-from kvtool.planning.rocketkv import (
+from kvtool.planning.plan_in_use import text_of
+from kvtool.planning.rocketkv_stages import (
     RocketKVPlan,
     goes_by_stages,
     nominal_storage,
     plan_rocketkv,
     split_of,
 )
+from kvtool.planning.search import largest_that_fits, least_allowed
+from kvtool.planning.split_facts import by_heads, evidence, length_scale, loss_note
 from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem
@@ -84,25 +86,22 @@ class PlannableLayers:
         windows = {i: layer.window or 0 for i, layer in enumerate(self.shapes) if layer is not None}
         return {i: windows.get(i, 0) for i in range(len(self.shapes)) if i not in self.free}
 
-    def tokens(self, split: Sequence[int]) -> list[int]:
-        """Return the tokens of every layer."""
-        held = self.fixed | dict(zip(self.free, split, strict=True))
-        return [held[i] for i in range(len(held))]
-
     def plan(self, allocator: str, least: int, split: Allocation) -> LayerPlan:
-        n = self.prompt_tokens
+        """Put a split of the free layers among the others."""
+        n, layers = self.prompt_tokens, range(len(self.shapes))
         free = dict(zip(self.free, split.tokens, strict=True))
+        held = self.fixed | free
+        heads = None
+        if split.by_head is not None:
+            own = dict(zip(self.free, split.by_head, strict=True))
+            heads = [own.get(i) for i in layers]
         return LayerPlan(
             allocator=allocator,
             min_tokens=least,
-            tokens=self.tokens(split.tokens),
-            fractions=[free[i] / n if i in free else None for i in range(len(self.shapes))],
-            heads=None if split.by_head is None else self._by_layer(split.by_head),
+            tokens=[held[i] for i in layers],
+            fractions=[free[i] / n if i in free else None for i in layers],
+            heads=heads,
         )
-
-    def _by_layer(self, heads: Sequence[list[int]]) -> list[list[int] | None]:
-        own = dict(zip(self.free, heads, strict=True))
-        return [own.get(i) for i in range(len(self.shapes))]
 
 
 def make_section(
@@ -131,33 +130,21 @@ def make_section(
         if policy is not None and goes_by_stages(policy):
             raise
         return None, [f"note: no plan for rocketkv: {error}"]
-    return _section(plan, model.head_dim), []
+    ratio, split = plan.compression_ratio, plan.split_factor
+    paper = 1.0 if plan.dense else nominal_storage(ratio, split, doubled=True)
+    storage = Cost(exact=plan.storage(), paper=paper)
+    traffic = Cost(exact=plan.traffic(model.head_dim), paper=1 / ratio)
+    return RocketKVSection(**asdict(plan), storage=storage, traffic=traffic), []
 
 
 def plan_for(model: ModelShape, target: Target, policy: Policy | None, budget: int) -> RocketKVPlan:
     """Plan for the policy, where it is RocketKV or has no stage 1, or for RocketKV as it is."""
+    more: dict[str, Any] = {}
+    if policy is not None and goes_by_stages(policy):
+        window = policy.score.window if policy.two_stages else 0
+        more = {"window": window, "split": split_of(policy)}
     given = target.context, budget, model.head_dim
-    if policy is None or not goes_by_stages(policy):
-        return plan_rocketkv(*given, max_new_tokens=target.max_new_tokens)
-    return plan_rocketkv(
-        *given,
-        max_new_tokens=target.max_new_tokens,
-        window=policy.score.window if policy.two_stages else 0,
-        split=split_of(policy),
-    )
-
-
-def costs(plan: RocketKVPlan, head_dim: int) -> tuple[Cost, Cost]:
-    """Return what the stages store and read, as shares of a full cache."""
-    ratio, split = plan.compression_ratio, plan.split_factor
-    paper = 1.0 if plan.dense else nominal_storage(ratio, split, doubled=True)
-    storage = Cost(exact=plan.storage(), paper=paper)
-    return storage, Cost(exact=plan.traffic(head_dim), paper=1 / ratio)
-
-
-def _section(plan: RocketKVPlan, head_dim: int) -> RocketKVSection:
-    storage, traffic = costs(plan, head_dim)
-    return RocketKVSection(**asdict(plan), storage=storage, traffic=traffic)
+    return plan_rocketkv(*given, max_new_tokens=target.max_new_tokens, **more)
 
 
 LEAST = 8
@@ -208,7 +195,7 @@ def make_plan(
     drafts = Drafts(*given, curves)
     total, notes = _total(drafts)
     draft = drafts.of(total)
-    totals = drafts.totals(draft.document)
+    totals = totals_of(draft.document, policy, shapes)
     document = PlanDocument(**{**dict(draft.document), "totals": totals})
     notes = [*notes, *_notes(target, plannable, draft.split), *draft.refused]
     if totals.reading is not None:
@@ -263,6 +250,12 @@ class Drafts:
         return 1 if self.policy is None else self.policy.min_budget
 
     @property
+    def why_least(self) -> str:
+        """What that follows from, in words."""
+        named = self.min_tokens is None and self.policy is not None
+        return f"policy `{self.policy}`" if named else "--min-tokens"
+
+    @property
     def measured(self) -> int:
         """The smallest budget whose loss the profile holds, where the allocator uses losses."""
         losses = None if self.profile is None else self.profile.metrics.answer_loss
@@ -311,20 +304,10 @@ class Drafts:
         shares = self.curves.at(ratio)
         return [shares[i] for i in self.layers.free]
 
-    def forecast(self, document: PlanDocument) -> Forecast:
-        """Forecast what a run of the policy holds."""
-        return forecast_plan(document, self.policy, text_of(document), self.layers.shapes)
-
-    def totals(self, document: PlanDocument) -> Totals:
-        """Say what it all takes."""
-        return totals_of(document, self.policy, self.layers.shapes)
-
-
-def text_of(plan: PlanDocument) -> Text:
-    """Return what a plan is for."""
-    target = plan.target
-    given = (target.prompt_tokens, target.max_new_tokens, target.batch)
-    return Text(*given, vocabulary=plan.model.vocabulary)
+    def bytes(self, total: int) -> int:
+        """Forecast what a run of the policy holds with a total of tokens."""
+        plan = self.of(total).document
+        return forecast_plan(plan, self.policy, text_of(plan), self.layers.shapes).storage
 
 
 def totals_of(
@@ -338,28 +321,23 @@ def totals_of(
     """
     n = plan.target.prompt_tokens
     held = [min(tokens, n) for tokens in plan.layers.tokens]
-    storage, traffic = _amounts(forecast_plan(plan, policy, text_of(plan), layers))
-    if policy is not None:
-        whole = None
-        if policy.repetition is not None:
-            of_one = reading_bytes(policy, layers, held, n, n, waits=True)
-            whole = of_one * plan.target.batch
-        total = {"tokens": sum(held), **storage.model_dump(), "reading": whole}
-        return Totals(**total, storage=storage, traffic=traffic)
-    used = kv_bytes(layers, held)
-    return Totals(
-        tokens=sum(held),
-        bytes=used * plan.target.batch,
-        share_of_full=used / kv_bytes(layers, tokens_held(layers, n)),
-        storage=storage,
-        traffic=traffic,
-    )
-
-
-def _amounts(found: Forecast) -> tuple[Amount, Amount]:
+    found = forecast_plan(plan, policy, text_of(plan), layers)
     storage = Amount(bytes=found.storage, share_of_full=found.storage / found.full_storage)
     traffic = Amount(bytes=found.traffic, share_of_full=found.traffic / found.full_traffic)
-    return storage, traffic
+    size, share, whole = storage.bytes, storage.share_of_full, None
+    if policy is None:
+        used = kv_bytes(layers, held)
+        size, share = used * plan.target.batch, used / kv_bytes(layers, tokens_held(layers, n))
+    elif policy.repetition is not None:
+        whole = reading_bytes(policy, layers, held, n, n, waits=True) * plan.target.batch
+    return Totals(
+        tokens=sum(held),
+        bytes=size,
+        share_of_full=share,
+        storage=storage,
+        traffic=traffic,
+        reading=whole,
+    )
 
 
 def _total(drafts: Drafts) -> tuple[int, list[str]]:
@@ -371,7 +349,7 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
     if policy is not None and (policy.stores_all or not policy.takes_budget):
         mean = min(DEFAULT_TOKENS, layers.prompt_tokens)
         mean = mean if policy.takes_budget else layers.prompt_tokens
-        needed = drafts.forecast(drafts.of(mean * count).document).storage
+        needed = drafts.bytes(mean * count)
         if needed > size:
             raise UsageError(
                 f"{bytes_in_words(size)} is too small: `{policy}` stores everything, which takes "
@@ -380,9 +358,6 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
             )
         note = f"note: `{policy}` stores everything; a token reads {mean} pairs per KV head"
         return mean * count, [note] if policy.takes_budget else []
-
-    def fits(total: int) -> bool:
-        return drafts.forecast(drafts.of(total).document).storage <= size
 
     same = policy is not None and policy.score.layer_tokens == "same"
     step = count if same else 1  # equal in all layers
@@ -394,19 +369,19 @@ def _total(drafts: Drafts) -> tuple[int, list[str]]:
         least = count * least_allowed(
             lambda t: plan_for(drafts.model, drafts.target, policy, t), drafts.least, pairs
         )
-    found = largest(lambda steps: fits(steps * step), least // step, most // step)
+    found = largest_that_fits(
+        lambda steps: drafts.bytes(steps * step), size, least // step, most // step
+    )
     if found is not None:
         return found * step, []
-    needed = drafts.forecast(drafts.of(least).document).storage
+    needed = drafts.bytes(least)
     asked = least // count
-    why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
-    if drafts.measured > drafts.least:
-        why = "the smallest budget whose loss the profile holds"
+    why = "the smallest budget whose loss the profile holds"
+    why = why if drafts.measured > drafts.least else drafts.why_least
     why = "" if asked == 1 else f" ({why})"
-    what = "token" if asked == 1 else "tokens"
-    what = "pairs per step" if policy is not None and policy.two_stages else what
+    what = f"{asked} pairs per step" if policy and policy.two_stages else _counted(asked)
     raise UsageError(
-        f"{bytes_in_words(size)} is too small: {asked} {what} in every layer{why} take "
+        f"{bytes_in_words(size)} is too small: {what} in every layer{why} take "
         f"{bytes_in_words(needed)}",
         hint=f"--bytes {bytes_to_type(needed)}",
     )
@@ -416,22 +391,19 @@ def _least(drafts: Drafts, total: int) -> int:
     """Return the least tokens of a layer, and refuse a total that is below them."""
     layers, target, policy = drafts.layers, drafts.target, drafts.policy
     mean = min(total // len(layers.free), layers.prompt_tokens)
-    if (
-        drafts.min_tokens is not None
-        and policy is not None
-        and drafts.min_tokens < policy.min_budget
-    ):
+    least = drafts.min_tokens
+    if least is not None and policy is not None and least < policy.min_budget:
         raise UsageError(
-            f"a layer of {_counted(drafts.min_tokens)} is too small for policy `{policy}`",
+            f"a layer of {_counted(least)} is too small for policy `{policy}`",
             hint=f"--min-tokens {policy.min_budget}",
         )
     asked = min(drafts.least, layers.prompt_tokens)
     if mean >= asked:
         return asked if drafts.min_tokens is not None else min(max(LEAST, asked), mean)
-    why = f"policy `{policy}`" if drafts.min_tokens is None and policy else "--min-tokens"
     of_prompt = f" of {target.prompt_tokens}" if target.ratio is not None else ""
     raise UsageError(
-        f"{target.budget}{of_prompt} is {_counted(mean)} per layer, fewer than the {asked} of {why}"
+        f"{target.budget}{of_prompt} is {_counted(mean)} per layer, fewer than the {asked} of "
+        f"{drafts.why_least}"
     )
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.errors import UsageError
-from kvtool.planning.plan import make_plan
+from kvtool.planning.make_plan import make_plan
 from kvtool.policies.allocate.d2o import D2O, D2OReciprocal
 from kvtool.policies.allocate.optimal import Optimal
 from kvtool.policies.allocate.pyramid import Pyramid

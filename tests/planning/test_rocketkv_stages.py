@@ -3,7 +3,7 @@ import math
 import pytest
 
 from kvtool.errors import UsageError
-from kvtool.planning.rocketkv import nominal_storage, page_size, plan_rocketkv, split_factor
+from kvtool.planning.rocketkv_stages import nominal_storage, page_size, plan_rocketkv, split_factor
 
 TABLE = [  # S, max_new, t: c, r, C, prompt_budget, c2, P, k1 of D = 128, k2, pairs estimated
     ((32768, 0, 512), (64, 0.56, 3191, 3191, 6.2324, 3, 61, 256, 253.5)),

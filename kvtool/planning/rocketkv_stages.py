@@ -126,7 +126,18 @@ def plan_rocketkv(
             its window.
     """
     if context <= token_budget and not strict:
-        return _everything(context, token_budget, head_dim, max_new_tokens)
+        return RocketKVPlan(
+            context=context,
+            token_budget=token_budget,
+            dense=True,
+            compression_ratio=1.0,
+            split_factor=split_factor(1.0),
+            stage1_tokens=context,
+            prompt_tokens=context - max_new_tokens,
+            page_size=1,
+            head_dims=head_dim,
+            top_k=context,
+        )
     if token_budget < _LEAST_BUDGET:
         raise UsageError(
             f"rocketkv needs a budget of {_LEAST_BUDGET} tokens or more, got {token_budget}"
@@ -153,23 +164,6 @@ def plan_rocketkv(
         page_size=size,
         head_dims=min(head_dim, max(1, int(head_dim * size / stage2_ratio))),
         top_k=token_budget // 2,
-    )
-
-
-def _everything(
-    context: int, token_budget: int, head_dim: int, max_new_tokens: int
-) -> RocketKVPlan:
-    return RocketKVPlan(
-        context=context,
-        token_budget=token_budget,
-        dense=True,
-        compression_ratio=1.0,
-        split_factor=split_factor(1.0),
-        stage1_tokens=context,
-        prompt_tokens=context - max_new_tokens,
-        page_size=1,
-        head_dims=head_dim,
-        top_k=context,
     )
 
 
@@ -299,7 +293,8 @@ def tokens_left(policy: Policy, pairs: int, n: int, new: int) -> int:
     if not policy.two_stages:
         return n
     window = 0 if n <= pairs else policy.score.window
-    plan = _stages(policy, pairs, n + new, head_dim=1, new=new, window=window)
+    split = split_of(policy)
+    plan = plan_rocketkv(n + new, pairs, 1, max_new_tokens=new, window=window, split=split)
     return n if n <= pairs else min(n, plan.prompt_tokens)
 
 
@@ -322,14 +317,17 @@ def sized_reader(
         planned: the layer's stages, as a plan has them.
     """
     reader = policy.reader
-    if reader is None:
-        raise ValueError(f"`{policy}` has no reader")
+    assert reader is not None, "the policy reads part of what it stores"
     stages: LayerStages | RocketKVPlan | None = planned
     if reader.planned and planned is None:
-        strict = pairs >= reader.min_budget  # what is generated may exceed the budget
-        whole = length <= pairs  # the prompt is stored whole, and so is what is generated
-        stages = _stages(
-            policy, pairs, length + new, head_dim, new, window=0, strict=strict, whole=whole
+        stages = plan_rocketkv(
+            length + new,
+            pairs,
+            head_dim,
+            max_new_tokens=new,
+            window=0,
+            split=0.0 if length <= pairs else split_of(policy),  # stored whole: without a stage 1
+            strict=pairs >= reader.min_budget,  # what is generated may exceed the budget
         )
     return reader.sized(StepBudget(pairs, max(1, stored), head_dim, stages))
 
@@ -337,25 +335,3 @@ def sized_reader(
 def pairs_of(reader: Read) -> int:
     """Count the pairs that a step of a reader with a `k` of its own amounts to."""
     return (reader.k or 0) * reader.divisor
-
-
-def _stages(
-    policy: Policy,
-    pairs: int,
-    context: int,
-    head_dim: int,
-    new: int,
-    window: int,
-    strict: bool = False,
-    whole: bool = False,
-) -> RocketKVPlan:
-    """Plan both stages of RocketKV; what keeps everything has no stage 1."""
-    return plan_rocketkv(
-        context,
-        pairs,
-        head_dim,
-        max_new_tokens=new,
-        window=window,
-        split=0.0 if whole else split_of(policy),
-        strict=strict,
-    )

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.report.held import front_of, held_figure, held_points, held_tasks
 from kvtool.report.panels import covered, dodge, drawing, pareto_front
+from kvtool.report.score_lines import front_of, held_figure, held_points, held_tasks
 from tests.report.examples import changed, container, document, line, ppl
 
 

@@ -1,12 +1,12 @@
-"""Estimate the bytes that a run with a budget or a plan will hold, and find the budget for bytes.
+"""Turn a budget or a plan into the budget of each layer, and bytes into the largest budget in them.
 
 Of a plan a run uses the tokens of its layers and the stages of its reader.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
@@ -19,17 +19,17 @@ from kvtool.planning.bytes import (
     forecast,
     stored_bytes,
 )
-from kvtool.planning.rocketkv import (
-    PlannedStages,
-    goes_by_stages,
+from kvtool.planning.rocketkv_stages import (
     pairs_of,
     planned_stages,
     sized_reader,
     tokens_left,
 )
+from kvtool.planning.search import largest_that_fits, least_allowed
+from kvtool.planning.variants import Variant
 from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.allocate.split import tokens_for_prompt
+from kvtool.policies.allocate.split import AllocatedSplit, tokens_for_prompt
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.policy import Policy
 from kvtool.sizes import DEFAULT_TOKENS, Budget
@@ -121,45 +121,47 @@ def forecast_plan(
     plan: PlanDocument,
     policy: Policy | None,
     text: Text,
-    layers: Sequence[LayerShape | None] | None = None,
+    layers: Sequence[LayerShape | None],
 ) -> Forecast:
     """Forecast what a cache that follows a plan holds and reads.
 
     Args:
         policy: None for one without numbers of its own.
-        layers: those of the plan's model if None.
+        layers: what each layer of the model stores.
     """
-    layers = plan.model.layer_shapes() if layers is None else layers
     policy = policy and planned_heads(policy, plan)
     budgets = planned_budgets(plan, policy, text.prompt)
     return forecast(policy, layers, budgets, text)
 
 
-def largest(fits: Callable[[int], bool], least: int, most: int) -> int | None:
-    """Return the largest number that fits such that the next does not; None: not even the least.
+def layer_budgets(
+    variant: Variant, policy: Policy, layers: Sequence[LayerShape | None], text: Text
+) -> list[LayerBudget]:
+    """Return the budgets of the layers of free budget, as the cache fixes them for a prompt.
 
-    Found by halving, so that of several such numbers it is one.
+    Where a split follows from the prompt, it is the mean in every layer.
+
+    Raises:
+        UsageError: a budget that is too small for the policy.
     """
-    if fits(most):
-        return most
-    if not fits(least):
-        return None
-    while most - least > 1:
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return least
-
-
-def least_allowed(attempt: Callable[[int], object], least: int, most: int) -> int:
-    """Return the smallest number that is not refused with a `UsageError`, `most` if all are."""
-    while least < most:
-        middle = (least + most) // 2
-        try:
-            attempt(middle)
-            most = middle
-        except UsageError:
-            least = middle + 1
-    return least
+    budget = variant.budget
+    if variant.plan is not None:
+        return planned_budgets(variant.plan, policy, text.prompt)
+    if budget is None:
+        return even_budgets(policy, text.prompt, layers, text)
+    if budget.bytes is not None:
+        mean = tokens_for_bytes(policy, layers, text, budget.bytes)
+    else:
+        mean = budget.for_prompt(text.prompt)
+        if mean < text.prompt:
+            policy.check_budget(mean)
+    free = sum(layer is not None and layer.window is None for layer in layers)
+    if policy.allocator is None or free == 0:
+        return even_budgets(policy, mean, layers, text)
+    split = AllocatedSplit(policy, free)
+    if policy.allocator.metric is not None:
+        return even_budgets(policy, mean, layers, text)
+    return [LayerBudget(tokens) for tokens in split.for_prompt(mean, text.prompt)]
 
 
 def tokens_for_bytes(
@@ -196,7 +198,7 @@ def tokens_for_bytes(
     if reader is not None and policy.two_stages:
         most = max(text.full, reader.min_budget)
         least = least_allowed(needed, reader.min_budget, most)
-    found = largest(lambda tokens: needed(tokens) <= size, least, most)
+    found = largest_that_fits(needed, size, least, most)
     if found is None:
         what = "one token" if least == 1 else f"a budget of {least}"
         raise UsageError(
@@ -214,142 +216,3 @@ def _token_bytes(policy: Policy, layers: Sequence[LayerShape | None]) -> int:
     """Return the bytes of a token in all layers whose budget is free, 1 where there are none."""
     free = [layer for layer in layers if layer is not None and layer.window is None]
     return sum(layer.kv_heads * stored_bytes(layer, policy.codec) for layer in free) or 1
-
-
-@dataclass(frozen=True)
-class PlanInUse:
-    """A plan for prompts of one length.
-
-    Attributes:
-        sequences: prompts at a time.
-        tokens: of every layer.
-        stages: RocketKV's, where the policy uses them.
-        held: bytes that will be held at most.
-    """
-
-    rows: int
-    tokens: list[int]
-    stages: PlannedStages | None
-    held: int
-
-
-def use_plan(
-    plan: PlanDocument, policy: Policy, *, prompt: int, new: int, rows: int = 1, dtype: str | None
-) -> PlanInUse:
-    """Return the sizes that a run uses.
-
-    Args:
-        prompt: tokens of the longest prompt.
-        new: tokens that are generated at most.
-        sequences: prompts at a time.
-        dtype: of the cache, by name; None: the plan's.
-    """
-    stages = planned_stages(plan, policy, prompt)
-    text = Text(prompt, new, rows, plan.model.vocabulary)
-    held = _held(plan, policy, dtype, text)
-    return PlanInUse(rows, tokens_for_prompt(plan, prompt), stages, held)
-
-
-def beyond_plan(plan: PlanDocument, used: PlanInUse, prompt: int, new: int) -> str | None:
-    """Say what a run holds after a "prompt of ..", None where it is no more than planned.
-
-    Args:
-        prompt: tokens of the longest prompt.
-        new: tokens that are generated at most.
-    """
-    target, promised = plan.target, plan.planned_bytes
-    more_rows = used.rows > target.batch
-    if not more_rows and (promised is None or used.held <= promised):
-        return None
-    run = f" in {used.rows} rows" if more_rows else ""
-    planned = f" in {_rows(target.batch)}" if more_rows else ""
-    whose = "the plan is" if promised is None else f"the plan's {promised} are"
-    return (
-        f"prompt of {prompt} tokens and up to {new} new ones{run}, {used.held} bytes are held; "
-        f"{whose} for {target.prompt_tokens} and {target.max_new_tokens}{planned}"
-    )
-
-
-def _rows(count: int) -> str:
-    return "1 row" if count == 1 else f"{count} rows"
-
-
-def check_run(plan: PlanDocument, policy: Policy, dtype: str | None = None) -> list[str]:
-    """Refuse a run that a plan's bytes rule out, and say where its totals are not those of the run.
-
-    Args:
-        dtype: of the cache, by name; None: not known yet.
-
-    Returns:
-        Notes for the user, one line each.
-
-    Raises:
-        UsageError: a policy whose own sizes are not the plan's; a target in bytes that the run
-            would exceed.
-    """
-    _check_least(plan, policy)
-    if not policy.takes_budget:
-        return []
-    other_dtype = None not in (dtype, plan.model.dtype) and dtype != plan.model.dtype
-    other_policy = plan.policy is None or plan.policy != str(policy)
-    held = _held(plan, policy, dtype)
-    target, planned = plan.target, plan.planned_bytes
-    if target.bytes is not None and held > target.bytes:
-        in_plans_dtype = _held(plan, policy, None)
-        if other_dtype and in_plans_dtype <= target.bytes:
-            raise UsageError(
-                f"the plan's {target.budget} are for {plan.model.dtype}, and in {dtype} the run "
-                f"would hold {held} bytes",
-                hint=f"--dtype {plan.model.dtype}, or make the plan anew: kvtool plan-budget .. "
-                f"--dtype {dtype}",
-            )
-        whose = "no policy in particular" if plan.policy is None else f"policy `{plan.policy}`"
-        whose = whose if other_policy else "other tokens and stages than it has"
-        raise UsageError(
-            f"the plan's {target.budget} are for {whose}, and `{policy}` would hold {held} bytes",
-            hint=f"make the plan anew: kvtool plan-budget .. -p '{policy}'",
-        )
-    notes = []
-    if other_dtype:
-        notes.append(f"note: the plan is for {plan.model.dtype}, and this run is in {dtype}")
-    if plan.policy is not None and other_policy:
-        notes.append(
-            f"note: the plan's totals are those of `{plan.policy}`, and this is `{policy}`"
-        )
-    if planned is not None and planned != held and (notes or not other_policy):
-        notes = notes or ["note: the plan's totals are not those of its tokens and stages"]
-        notes[-1] += f": held are {held} bytes, not {planned}"
-    return notes
-
-
-def _held(plan: PlanDocument, policy: Policy, dtype: str | None, text: Text | None = None) -> int:
-    target = plan.target
-    planned = Text(target.prompt_tokens, target.max_new_tokens, target.batch)
-    planned = replace(planned, vocabulary=plan.model.vocabulary)
-    layers = in_dtype(plan.model.layer_shapes(), dtype)
-    return forecast_plan(plan, policy, text or planned, layers).storage
-
-
-def _check_least(plan: PlanDocument, policy: Policy) -> None:
-    """Refuse sizes in a policy string that are not those of the plan's stages.
-
-    Raises:
-        UsageError: the first such size.
-    """
-    section = plan.rocketkv
-    if section is None or not goes_by_stages(policy):
-        return
-    sizes = (
-        ("split", policy.score, section.split_factor),
-        ("page", policy.reader, section.page_size),
-        ("k1", policy.reader, section.head_dims),
-        ("k", policy.reader, section.top_k),
-    )
-    for name, part, planned in sizes:
-        own = getattr(part, name, None)
-        if None not in (own, planned) and own != planned:
-            raise UsageError(
-                f"policy `{policy}` has {name} {own}, and the plan {planned}",
-                hint=f"leave out {name}={own}, or make the plan anew: kvtool plan-budget .. "
-                f"-p '{policy}'",
-            )

@@ -1,0 +1,339 @@
+"""Ask what fits before weights load: the memory of a call, `-b auto`, and the ways of a plan."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kvtool.calls.base_settings import DeviceSettings
+from kvtool.calls.request import Request, planned_device
+from kvtool.calls.settings import GenerationSettings, PromptSettings
+from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
+from kvtool.documents.plan import Device, PlanDocument, Way
+from kvtool.errors import KvtoolError, UsageError
+from kvtool.models.placement import (
+    device_memory,
+    free_memory,
+    resolve_dtype,
+    weight_bytes,
+)
+from kvtool.planning.bytes import Text
+from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.fit import Run, advice, choose_bytes, chosen_note, remedies
+from kvtool.planning.lost_answers import Losses, packaged
+from kvtool.planning.make_plan import PlannableLayers
+from kvtool.planning.parameters import BITS, Bits, weights_bytes
+from kvtool.planning.variants import FULL_CACHE, Variant
+from kvtool.planning.ways import list_ways
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget, bytes_in_words
+from kvtool.watcher import Watcher
+
+if TYPE_CHECKING:
+    from kvtool.calls.plan_settings import PlanSettings
+    from kvtool.documents.memory import ModelShape
+    from kvtool.documents.turns import Turns
+    from kvtool.model_shape import LayerShape
+
+
+def estimate_run(
+    settings: PromptSettings, request: Request, new: int, turns: Turns | None = None
+) -> RunMemory | UnknownMemory:
+    """Forecast the memory of a call from the model's configuration and its tokenizer.
+
+    The turns of a conversation are counted as one prompt, with the longest answers between them.
+
+    Args:
+        new: tokens that are generated at most, in each turn.
+
+    Returns:
+        What is unknown where a tokenizer or a model of the hub cannot be read.
+
+    Raises:
+        UsageError: a budget that is too small for this prompt.
+        KvtoolError: a folder's configuration that cannot be read.
+    """
+    run = _run_of(settings, request, new, turns)
+    return run if isinstance(run, UnknownMemory) else _estimate(settings, run)
+
+
+def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
+    """Forecast the memory of a text that is read and continued with a full cache.
+
+    Args:
+        prompt, new: tokens.
+
+    Raises:
+        KvtoolError: a configuration that cannot be read.
+    """
+    device = planned_device(settings)
+    dtype, config = resolve_dtype(settings.dtype or "auto", device), settings.source().config()
+    run = Run(config, dtype, FULL_CACHE, Text(prompt, new), device=device)
+    return _estimate(settings, run, only_weights=True)
+
+
+def with_budget(
+    settings: PromptSettings,
+    request: Request,
+    watcher: Watcher,
+    new: int,
+    turns: Turns | None = None,
+) -> Request:
+    """Return a request whose budget is in bytes where it was `auto`, and say what was chosen.
+
+    Args:
+        new: tokens that are generated at most, in each turn.
+
+    Raises:
+        UsageError: nothing is left of the memory, or what is there is not known.
+        KvtoolError: a model that cannot be read.
+    """
+    if request.budget is None or request.budget.share is None:
+        return request
+    run = _run_of(settings, request, new, turns)
+    if isinstance(run, UnknownMemory):
+        settings.source().tokenizer()  # says why the model cannot be read
+        raise UsageError("-b auto needs the model's configuration and tokenizer")
+    memory = _memory_of(settings, run)
+    budget = choose_bytes([run], request.budget, memory)
+    watcher.note(chosen_note(budget, request.budget, memory, [run]))
+    return replace(request, budget=budget)
+
+
+def _run_of(
+    settings: PromptSettings, request: Request, new: int, turns: Turns | None
+) -> Run | UnknownMemory:
+    """Return what is known of a call before its weights; its memory and weights are not yet."""
+    from kvtool.models.folder import Unreachable
+
+    device, source = planned_device(settings), settings.source()
+    dtype = resolve_dtype(settings.dtype or "auto", device)
+    if source.loaded is not None:
+        dtype = source.dtype
+    try:
+        tokenizer, config = source.tokenizer()
+        prompt = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
+    except KvtoolError as error:
+        if source.is_folder:
+            source.config()
+        if isinstance(error, Unreachable):
+            return UnknownMemory(error.message, error.hint)
+        return UnknownMemory("the model's configuration or tokenizer cannot be read")
+    if turns is not None:
+        prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
+    text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)
+    variant = Variant(request.policy, request.budget, request.prefill, request.plan)
+    return Run(config, dtype, variant, text, device=device)
+
+
+def _memory_of(settings: DeviceSettings, run: Run) -> DeviceMemory:
+    """Return the memory of the device that a call is for, and what its weights take of it."""
+    source = settings.source()
+    if source.loaded is not None:  # whose weights are in what is not free
+        place, free = free_memory(run.device)
+        free = settings.memory_there or free
+        return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
+    return device_memory(
+        run.config,
+        run.dtype,
+        run.device,
+        source.where,
+        spread=bool(settings.device_map or getattr(settings, "tensor_parallel", False)),
+        bits=settings.quantize,
+        name=source.name,
+        memory=settings.memory_there,
+    )
+
+
+def _estimate(settings: DeviceSettings, run: Run, *, only_weights: bool = False) -> RunMemory:
+    """Estimate a run; of a memory that was named, say how it is split up and what would fit.
+
+    Args:
+        only_weights: whether the call has no flags for its cache.
+    """
+    memory = _memory_of(settings, run)
+    cache = estimate_memory(run.config, run.dtype, run.variant, run.text, memory)
+    found = RunMemory.of(memory, cache)
+    if settings.memory_there is None:
+        return found
+    bits, where, weights = settings.quantize, settings.source().where, memory.weights_bytes
+    known = {} if weights is None else {bits: weights}
+    for each in BITS if bits is None and weights is not None else ():
+        fewer = weight_bytes(run.config, run.dtype, where, bits=each)
+        known |= {} if fewer is None else {each: fewer}
+    run = replace(run, weights=known, memory=memory.free_bytes, bits=bits)
+    needs = run.needs()
+    said = needs.verdict()
+    if needs.fits is False:
+        ways = remedies(run)
+        if only_weights:
+            ways = [each for each in ways if each[0] in ("--quantize 8bit", "--quantize 4bit")]
+        said = advice(needs, ways)
+    return found.model_copy(update={"plan": [*needs.table(), f"memory: {said}"]})
+
+
+def _prompt_tokens(
+    settings: PromptSettings,
+    request: Request,
+    tokenizer: Any,
+    turns: Turns | None,
+    *,
+    closed: bool,
+) -> int:
+    """Count what is fed before the last answer, with what the chat template sets around it.
+
+    Args:
+        closed: whether the message ends with the prompt.
+    """
+    from kvtool.models.chat import continued_ids, make_frame
+
+    system = settings.system
+    said: list[str] = []
+    if turns is not None:
+        system = turns.system or system
+    frame = make_frame(tokenizer, settings.template, chat=True, system=system)
+    if request.prompt is not None:
+        said.append(frame.message(request.prompt))
+    for turn in [] if turns is None else turns.turns:
+        given = "" if turn.answer is None else frame.given + frame.message(turn.answer)
+        said.append(frame.message(turn.text) + (given or frame.closing))
+    text = (frame.next or "\n").join(said)
+    text += frame.closing if closed and turns is None and said else ""
+    path = settings.cache_path if isinstance(settings, GenerationSettings) else None
+    if path is None:
+        ids = tokenizer(frame.opening + text, add_special_tokens=frame.special)["input_ids"]
+        return len(ids)
+    from kvtool.cache.files.format import read_metadata
+
+    return int(read_metadata(path)["tokens_seen"]) + len(continued_ids(tokenizer, text))
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run that a plan is made for, in bytes for its cache or in the memory of a device.
+
+    Attributes:
+        losses: what the order of its ways rests on.
+    """
+
+    settings: PlanSettings
+    run: Run
+    losses: Losses
+
+    def ways(self) -> list[Way]:
+        """List the ways to run the model."""
+        return list_ways(self.run, self.losses, self._spell)
+
+    def listed(self, plan: PlanDocument, ways: list[Way] | None) -> PlanDocument:
+        """Return a plan with its device and, unless they are None, the ways in it."""
+        run, more = self.run, {}
+        if ways is not None:
+            more = {"ways": ways, "ways_source": self.losses.source}
+        if run.memory is not None:
+            more["device"] = Device(memory=run.memory, weights=run.weights_bytes)
+        return plan.model_copy(update=more)
+
+    def best(self, ways: list[Way]) -> tuple[Policy, Budget | None]:
+        """Return the policy and budget of the first way; None: it keeps everything.
+
+        Raises:
+            UsageError: none fits.
+        """
+        if not ways or not ways[0].fits:
+            raise self.refusal(parse_policy("keydiff"))
+        policy = parse_policy(ways[0].policy, imports=False)
+        tokens = ways[0].reads or ways[0].tokens
+        return policy, Budget(tokens=tokens) if policy.takes_budget else None
+
+    def budget(self, policy: Policy) -> Budget | None:
+        """Return the largest budget of a policy on the device; None: it keeps everything.
+
+        Raises:
+            UsageError: it does not fit.
+        """
+        tokens = self.run.most(policy)
+        if tokens is None:
+            raise self.refusal(policy)
+        return Budget(tokens=tokens) if policy.takes_budget else None
+
+    def check(self, policy: Policy, tokens: int) -> None:
+        """Refuse a budget that does not fit on the device.
+
+        Raises:
+            UsageError: it does not.
+        """
+        run = self.run
+        if run.memory is not None and run.least_peak(policy, tokens) > run.memory:
+            raise self.refusal(policy, tokens)
+
+    def refusal(self, policy: Policy, tokens: int | None = None) -> UsageError:
+        """Say by how much a policy does not fit on the device, and what would."""
+        tokens = tokens or min(policy.min_budget, self.run.text.prompt)
+        run = self.run.of(policy, tokens, "block")
+        there = f"{bytes_in_words(run.weights_bytes)} of {bytes_in_words(run.memory or 0)}"
+        said = advice(run.needs(), remedies(run))
+        return UsageError(f"the weights take {there}, and `{policy}` {said}")
+
+    def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
+        settings = self.settings
+        words = ["kvtool", "generate"]
+        given = {
+            "-m": settings.model,
+            "--revision": settings.revision,
+            "--dtype": settings.dtype,
+            "--device": settings.device,
+            "--device-map": settings.device_map,
+            "--quantize": self.run.bits,
+            "-p": str(policy),
+            "-b": tokens,
+            "--prefill": prefill if prefill == "block" else None,
+            "-n": self.run.text.new or None,
+        }
+        for flag, value in given.items():
+            words += [] if value is None else [flag, str(value)]
+        return shlex.join([*words, *settings.trusting()])
+
+
+def planned_run(
+    settings: PlanSettings,
+    model: ModelShape,
+    layers: list[LayerShape | None],
+    config: Any,
+    text: Text,
+    losses: Losses | None = None,
+) -> PlannedRun:
+    """Return the run that is planned for, where the settings say.
+
+    Args:
+        config: of the model.
+        losses: what the order of its ways rests on; None: the package's own.
+
+    Raises:
+        UsageError: a memory is given, and the model's weights cannot be counted; a model without a
+            layer whose budget is free.
+    """
+    PlannableLayers.of(model, text.prompt, layers)  # refuses a model without free layers
+    size = None if settings.target is None else settings.target.bytes
+    memory, dtype, bits = settings.device_memory, model.dtype or "auto", settings.quantize
+    known: dict[Bits | None, int] = {}
+    if memory is not None:
+        known = _weights(settings, config, dtype)
+        if bits not in known:
+            raise UsageError(
+                f"--memory: the weights of `{model.id}` cannot be counted from its configuration",
+                hint="--bytes SIZE plans for the cache alone",
+            )
+    run = Run(config, dtype, FULL_CACHE, text, known, memory, bits=bits, size=size)
+    return PlannedRun(settings, run, losses or packaged())
+
+
+def _weights(settings: PlanSettings, config: Any, dtype: str) -> dict[Bits | None, int]:
+    """Return the bytes of the weights by how they are stored, as far as they can be counted."""
+    found = {each: weights_bytes(config, dtype, each) for each in (None, *BITS)}
+    if all(count is None for count in found.values()):  # no family that is known by its sizes
+        where = settings.checkpoint() if settings.model is not None else {}
+        for each in found:
+            found[each] = weight_bytes(config, dtype, where, bits=each, name=settings.model)
+    return {each: count for each, count in found.items() if count is not None}
