@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.readers import load_json
 from kvtool.documents.results import (
-    Environment,
-    ModelUsed,
     ResultsDocument,
     SamplesDocument,
     TaskResult,
@@ -28,7 +24,7 @@ from kvtool.documents.results import (
     VariantEntry,
 )
 from kvtool.documents.source import SCHEMA_VERSION, reason
-from kvtool.documents.verdict import WITHIN, Interval, Paired, SampleScores
+from kvtool.documents.verdict import Interval, Paired, SampleScores
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.metrics.summary import LINKS, Part, Summary
 from kvtool.evaluation.run.collect import Measured, is_baseline, summarise, task_result, with_deltas
@@ -166,11 +162,6 @@ def gates_of(results: ResultsDocument) -> list[Gate]:
     return list(found.values())
 
 
-def within_of(results: ResultsDocument) -> float:
-    """Return the bound of the verdict of results, in percent of the full cache's score."""
-    return WITHIN if results.verdict is None else results.verdict.within
-
-
 def check_record(path: Path, task: Task, record: Json) -> None:
     """Refuse a record that lacks what the task's score needs.
 
@@ -190,42 +181,6 @@ def check_record(path: Path, task: Task, record: Json) -> None:
             f"{reason(error)}",
             hint="delete that line, or start anew with --overwrite",
         ) from None
-
-
-@dataclass(frozen=True)
-class Head:
-    """What the results say about the run as a whole.
-
-    Attributes:
-        started: when the run first began, in UTC.
-        claim: what the recipe says that the run shows.
-        pairs: of variants that are compared because the user asks for it.
-    """
-
-    name: str
-    argv: list[str]
-    started: str
-    environment: Environment
-    model: ModelUsed
-    seed: int
-    git_commit: str | None
-    claim: Claim | None = None
-    pairs: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, results: ResultsDocument) -> Head:
-        """Read it back from results."""
-        return cls(
-            name=results.name,
-            argv=results.argv,
-            started=results.started,
-            environment=results.environment,
-            model=results.model,
-            seed=results.seed,
-            git_commit=results.git_commit,
-            claim=results.claim,
-            pairs=tuple(results.pairs),
-        )
 
 
 def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
@@ -324,7 +279,7 @@ def _decoded(measured: Measured) -> dict[str, Part]:
 def unfinished(
     jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
 ) -> list[Measurement]:
-    """Return what is not done, sample by sample and variant by variant; what failed is not done.
+    """Return what is not done, or has failed, sample by sample and variant by variant.
 
     A sample runs under every variant before the next one begins, so that a run that is broken off
     has compared all variants on the same samples.

@@ -39,7 +39,7 @@ def jobs(loaded):
 
 
 def begin(store, loaded, jobs) -> Run:
-    return Run.begin(
+    run = Run.plan(
         store,
         name="run",
         argv=[],
@@ -49,6 +49,8 @@ def begin(store, loaded, jobs) -> Run:
         protocol=Protocol(),
         gates=[],
     )
+    run.start()
+    return run
 
 
 def left(store, loaded, jobs) -> int:
