@@ -107,14 +107,8 @@ def _read(source: str) -> str:
             f"haystack `{source}` is neither builtin nor noise, nor is there such a file",
             hint=did_you_mean(source, ["builtin", "noise"]),
         ) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"haystack `{source}` is not UTF-8: byte 0x{error.object[error.start]:02x} "
-            f"at offset {error.start}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
-    except OSError as error:
-        raise UsageError(f"cannot read haystack `{source}`: {error.strerror or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read haystack `{source}` as UTF-8: {error}") from None
     if not text.strip():
         raise UsageError(f"haystack `{source}` is empty", hint="give it at least one sentence")
     return text
