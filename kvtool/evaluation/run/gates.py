@@ -65,8 +65,7 @@ def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, 
                 hint=f"tasks: {', '.join(task[0] for task in tasks)}",
             )
         for name, best, reversed_scale in covered:
-            out_of_reach = best is not None and not reversed_scale and (gate.least or 0) > best
-            if out_of_reach:
+            if best is not None and not reversed_scale and (gate.least or 0) > best:
                 raise UsageError(
                     f"gate `{gate.task}` {gate.least:g} cannot be met: `{name}` is scored from 0 "
                     f"to {best:g}"
@@ -117,6 +116,6 @@ def _drop(result: TaskResult, sign: int) -> float | None:
         return None
     full = result.value - result.delta
     worse = -sign * result.delta
-    if worse <= 0:
-        return 0.0 if full == 0 else 100 * worse / abs(full)
-    return 100.0 if full == 0 else 100 * worse / abs(full)
+    if full == 0:
+        return 100.0 if worse > 0 else 0.0
+    return 100 * worse / abs(full)

@@ -73,22 +73,20 @@ def read_samples(store: Store) -> SamplesDocument:
 def _read(path: Path, document: type[Kind], kind: str) -> Kind:
     try:
         data = load_json(path.read_bytes())
+        known = data if isinstance(data, dict) and data.get("kind") == kind else {}
+        version = known.get("schema_version")
+        if version != SCHEMA_VERSION:
+            by = f" of this kvtool (schema_version {version}, not {SCHEMA_VERSION})"
+            raise UsageError(
+                f"`{path}` holds no {kind}{' of kvtool' if version is None else by}",
+                hint="use the kvtool that wrote it, or another folder",
+            )
+        return document.model_validate(data)
+    except KvtoolError:
+        raise
     except OSError as error:
         raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
     except ValueError as error:
-        raise KvtoolError(f"`{path}` is damaged: {error}") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
-        raise UsageError(f"`{path}` holds no {kind} of kvtool")
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"`{path}` was written by another kvtool (schema_version {version}, "
-            f"this one reads {SCHEMA_VERSION})",
-            hint="use that kvtool, or another folder",
-        )
-    try:
-        return document.model_validate(data)
-    except ValidationError as error:
         raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
@@ -137,16 +135,12 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
         UsageError: its scores need a package that is not installed; it is of a module that is not
             imported.
     """
-    path = store.folder / SAMPLES
     try:
-        kind = task_class(entry.task)
-    except UsageError as error:
-        if is_outside(entry.task):
+        task = task_class(entry.task).model_validate({**entry.settings, "name": entry.task})
+    except (UsageError, ValidationError) as error:
+        if isinstance(error, UsageError) and is_outside(entry.task):
             raise
-        raise KvtoolError(f"`{path}` is damaged: {error}") from None
-    try:
-        task = kind.model_validate({**entry.settings, "name": entry.task})
-    except ValidationError as error:
+        path = store.folder / SAMPLES
         raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
     if task.extra is not None:
         require(task.extra, needed_by=f"task `{entry.task}`")
