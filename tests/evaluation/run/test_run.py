@@ -17,8 +17,8 @@ from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter
+from kvtool.evaluation.tasks.fidelity import Reconstruct
 from kvtool.evaluation.tasks.niah import Needle
-from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
 from tests.evaluation.echo import Echo
