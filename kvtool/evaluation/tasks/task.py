@@ -122,7 +122,11 @@ class Task(BaseModel, ABC):
 
     def measure(self, bench: Bench, sample: Sample) -> Json:
         """Run one sample; return what is recorded, with its `cost`."""
-        return bench.measure(lambda metered: self.run(metered, sample))
+        bench.restart_meter()
+        try:
+            return {**self.run(bench, sample), "cost": bench.meter.record()}
+        finally:
+            bench.forget_contexts()
 
     @abstractmethod
     def score(self, record: Json) -> dict[str, float]:

@@ -144,7 +144,7 @@ def put(*way, value):
         ("samples.json", put("protocol", "new", value=1), "samples.json` is damaged: protocol.new"),
         ("samples.json", put("tasks", 0, "settings", "depths", value=0), "damaged: niah: depths"),
         ("samples.json", put("tasks", 0, "settings", "name", value=[1]), None),
-        ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: no task `nniah`"),
+        ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: nniah: no task `nniah`"),
         ("samples.json", put("variants", 0, "name", value="../full"), "it calls `full` `../full`"),
         (
             "results.json",
