@@ -172,12 +172,7 @@ def _max_length(bench: Bench, sample: Sample) -> int | None:
 
 
 def _answer(
-    bench: Bench,
-    cache: KVCache,
-    turn: Turn,
-    task: Any,
-    temperature: float | None,
-    seed: int | None,
+    bench: Bench, cache: KVCache, turn: Turn, task: Any, temperature: float | None, seed: int | None
 ) -> Json:
     stop, fewest = (*task.stop, *bench.protocol.stop), task.min_new_tokens
     result = bench.decode(

@@ -9,14 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtool.documents.results import (
-    Average,
-    CellEntry,
-    Cost,
-    CurveEntry,
-    MetricEntry,
-    TaskResult,
-)
+from kvtool.documents.results import Average, CellEntry, Cost, CurveEntry, MetricEntry, TaskResult
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.sample import Json

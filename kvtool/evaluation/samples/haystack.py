@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.evaluation.samples.fit import longest
+from kvtool.evaluation.samples.fit import Rng, longest
 from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.vocabulary import decode
@@ -52,7 +52,7 @@ class Haystack:
     shuffled: bool
     own: bool = False
 
-    def draw(self, rng: np.random.Generator, tokens: int) -> list[str]:
+    def draw(self, rng: Rng, tokens: int) -> list[str]:
         """Return more than enough sentences for `tokens` tokens, whatever the tokenizer."""
         count, size = tokens // _SHORTEST_SENTENCE + 1, len(self.pool)
         if self.shuffled:
@@ -60,7 +60,7 @@ class Haystack:
         first = int(rng.integers(size)) if self.own else 0
         return [self.pool[index % size] for index in range(first, first + count)]
 
-    def sentences(self, rng: np.random.Generator, tokens: int, counter: TokenCounter) -> list[str]:
+    def sentences(self, rng: Rng, tokens: int, counter: TokenCounter) -> list[str]:
         """Return the sentences that, joined, come nearest to `tokens` tokens from below."""
         drawn = self.draw(rng, tokens)
         count = longest(lambda n: counter.count("".join(drawn[:n])), costs(drawn, counter), tokens)
@@ -136,10 +136,7 @@ def _cost(counter: TokenCounter, text: str) -> int:
 
 
 def insert(
-    sentences: Sequence[str],
-    needles: Sequence[str],
-    depths: Sequence[float],
-    counter: TokenCounter,
+    sentences: Sequence[str], needles: Sequence[str], depths: Sequence[float], counter: TokenCounter
 ) -> list[str]:
     """Put needles between sentences.
 

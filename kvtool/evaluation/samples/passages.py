@@ -12,7 +12,7 @@ from itertools import starmap
 import numpy as np
 
 from kvtool.evaluation.samples import needles
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
 from kvtool.models.reference.vocabulary import NOUNS
@@ -77,18 +77,13 @@ def question_samples(
         yield Sample(f"length={length}/{index}", sample.context, sample.turns, cell)
 
 
-def _codes(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+def _codes(rng: Rng, count: int) -> list[tuple[str, str]]:
     keys = rng.choice(NOUNS, min(count, len(NOUNS)), replace=False).tolist()
     return [(key, str(rng.integers(10**4, 10**7))) for key in keys]
 
 
 def _place(
-    rng: np.random.Generator,
-    codes: list[tuple[str, str]],
-    turn: Turn,
-    length: int,
-    tokens: TokenCounter,
-    task: str,
+    rng: Rng, codes: list[tuple[str, str]], turn: Turn, length: int, tokens: TokenCounter, task: str
 ) -> Sample:
     filler = haystack().draw(rng, length)
     depths = np.sort(rng.uniform(0, 100, len(codes))).tolist()

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from kvtool.documents.results import Number
@@ -21,7 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.text import string_match_all
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.data_files import Row
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.random_data import (
     STATISTICS,
@@ -137,7 +136,6 @@ class Asking(Task):
 
 
 Cell = dict[str, int | float | str]
-Rng = np.random.Generator
 
 
 def length_of(cell: Cell) -> int:

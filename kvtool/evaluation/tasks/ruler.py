@@ -34,11 +34,11 @@ import numpy as np
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.text import words_match_all
 from kvtool.evaluation.samples import needles
-from kvtool.evaluation.samples.fit import needed_tokens
+from kvtool.evaluation.samples.fit import Rng, needed_tokens
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.random_data import assignments
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Cell, Draft, Rng, Ruler, length_of
+from kvtool.evaluation.tasks.asking import Cell, Draft, Ruler, length_of
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS, VARIABLES, VERBS
 
 _NEW_TOKENS = 128

@@ -19,7 +19,7 @@ import numpy as np
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.text import string_match_part
 from kvtool.evaluation.samples.data import Data, read_json
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.haystack import costs
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
@@ -128,7 +128,7 @@ class RulerQuestions(Asking):
 
     def _put(
         self,
-        rng: np.random.Generator,
+        rng: Rng,
         name: str,
         length: int,
         asked: Asked,
@@ -178,11 +178,7 @@ class RulerQuestions(Asking):
 
 
 def _distractors(
-    rng: np.random.Generator,
-    asked: Asked,
-    paragraphs: Sequence[str],
-    length: int,
-    tokens: TokenCounter,
+    rng: Rng, asked: Asked, paragraphs: Sequence[str], length: int, tokens: TokenCounter
 ) -> list[str]:
     """Draw paragraphs for more than `length` tokens, those about the same subjects first."""
     known = {*asked.gold, *asked.near}

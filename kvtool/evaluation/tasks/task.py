@@ -207,9 +207,5 @@ Samples = Annotated[PositiveInt, Field(le=1_000_000)]
 Tokens = Annotated[TokenCount, BeforeValidator(_count)]
 """A number of tokens: `4096` or `4K`."""
 
-Lengths = Annotated[
-    tuple[TokenCount, ...],
-    Field(max_length=1000),
-    BeforeValidator(_counts),
-]
+Lengths = Annotated[tuple[TokenCount, ...], Field(max_length=1000), BeforeValidator(_counts)]
 """Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them; each counts once."""
