@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "kvtool").rglob("README.md"))]
+NAMES = ("README.md", "reference.md")
+PAGES = [ROOT / "README.md", *sorted(p for n in NAMES for p in (ROOT / "kvtool").rglob(n))]
 MOST, MEAN = 40, 20
 CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LEFT_OUT = re.compile(r"^ *(?:\||#|</?[a-z]|<!--).*$", re.MULTILINE)  # tables, headlines, HTML
