@@ -17,18 +17,8 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 METRICS = (
-    "f_variance",
-    "entropy",
-    "query_cosine",
-    "recompute_frequency",
-    "topk_union",
-    "jaccard",
-    "robustness",
-    "output_error",
-    "answer_loss",
-    "key_basis",
-    "query_centres",
-    "memory",
+    *("f_variance", "entropy", "query_cosine", "recompute_frequency", "topk_union", "jaccard"),
+    *("robustness", "output_error", "answer_loss", "key_basis", "query_centres", "memory"),
 )
 DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
 ON_PROMPTS = {"f_variance", "entropy", "key_basis", "query_centres"}

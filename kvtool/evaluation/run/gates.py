@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
@@ -37,15 +38,11 @@ def parse_least(text: str) -> Gate:
     Raises:
         UsageError: not of that form.
     """
-    task, equals, number = text.rpartition("=")
-    try:
-        if not equals or not task:
-            raise ValueError
-        return Gate(task.strip(), least=float(number))
-    except ValueError:
-        raise UsageError(
-            f"--fail-under must be TASK=VALUE, got `{text}`", hint="--fail-under niah=0.9"
-        ) from None
+    task, _, number = text.rpartition("=")
+    with suppress(ValueError):
+        if task:
+            return Gate(task.strip(), least=float(number))
+    raise UsageError(f"--fail-under must be TASK=VALUE, got `{text}`", hint="--fail-under niah=0.9")
 
 
 def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, bool]]) -> None:

@@ -156,6 +156,18 @@ def gates_of(results: ResultsDocument) -> list[Gate]:
     return list(found.values())
 
 
+def of_this_run(
+    records: Mapping[str, Json], configuration: str, entry: TaskSamples
+) -> tuple[list[tuple[str, Json]], int]:
+    """Return ids and records of a run's samples, and how many failed; lines of others may stay."""
+    keyed = [
+        (name, records.get(sample_key(configuration, content))) for name, content in entry.samples
+    ]
+    found = [(name, record) for name, record in keyed if record is not None]
+    done = [(name, record) for name, record in found if "error" not in record]
+    return done, len(found) - len(done)
+
+
 def check_record(path: Path, task: Task, record: Json) -> None:
     """Refuse a record that lacks what the task's score needs.
 

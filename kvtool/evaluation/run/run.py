@@ -43,6 +43,7 @@ from kvtool.evaluation.run.index import (
     check_record,
     compared_results,
     gates_of,
+    of_this_run,
     read_results,
     read_samples,
     read_task,
@@ -331,13 +332,13 @@ class Run:
         for record in records.values():
             if record.get("error") is None:
                 check_record(self.store.path(variant.folder, task.name), task, record)
-        found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
+        done, failed = of_this_run(records, configuration, entry)
         return Measured(
             variant=variant.name,
             task=task,
-            records=[record for record in found if record is not None and "error" not in record],
-            failed=sum(record is not None and "error" in record for record in found),
-            planned=len(found),
+            records=[record for _, record in done],
+            failed=failed,
+            planned=len(entry.samples),
             query_aware=task.knows_query(self._place.protocol),
             question_kept=task.keeps_question(self._place.protocol),
             fingerprint=entry.fingerprint,

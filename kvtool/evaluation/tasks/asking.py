@@ -202,7 +202,7 @@ class Draft:
     facts: Json = field(default_factory=dict)
 
     def sample(self, name: str, cell: Cell, units: int) -> Sample:
-        """Return the sample with so many units of filler."""
+        """Return the sample with some units of filler."""
         context, turns = self.build(units)
         return Sample(name, context, tuple(turns), cell, self.facts)
 
@@ -281,6 +281,13 @@ class Ruler(Filled):
         return 100 * string_match_all(prediction, references)
 
 
+def given(task: Task, data: Data | None) -> Data:
+    """Return the data of a task, or say which ones it needs."""
+    if data is None:
+        raise UsageError(f"task `{task.name}` needs {task.missing}")
+    return data
+
+
 class Read(Asking):
     """A task that reads its samples.
 
@@ -331,10 +338,9 @@ class Read(Asking):
             UsageError: no data are given, or there is no such file.
             KvtoolError: data that cannot be read or lack a column.
         """
-        if self.data is None:
-            raise UsageError(f"task `{self.name}` needs {self.missing}")
+        data = given(self, self.data)
         own = PRESETS.get(self.preset, {}).get("hub")
-        data = self.on_hub(self.data) if own and self.data.hub == own else self.data
+        data = self.on_hub(data) if own and data.hub == own else data
         return read_rows(data, columns, task=self.name, stem=stem)
 
     def rows(

@@ -304,7 +304,6 @@ class BookFile(Read):
         return data.model_copy(update={"split": self.part}) if data.split == "test" else data
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         for number, row, where in islice(self.rows(["context"], self.part), self.samples):
             context = FORMS[self.part][0] + row["context"]
             yield Sample(str(number), context, (self.kind.turn(row, where),))

@@ -145,7 +145,6 @@ class Reasoning(Read):
         return True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the problems."""
         table = self.read([], self.name)
         asked, wanted = table.first_of(_QUESTION), table.first_of(_ANSWER)
         for number, row in enumerate(table.rows[: self.questions], 1):

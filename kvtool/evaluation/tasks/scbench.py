@@ -279,7 +279,6 @@ class SharedContextFile(SharedContext, Read):
         return data.model_copy(update={"config": data.config or f"scbench_{self.part}"})
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         columns = ["context", "multi_turns"] + ["repo"] * ("repoqa" in self.kinds)
         rows = list(self.rows(columns, f"scbench_{self.part}"))
         turns = [self._turns(row, where) for _, row, where in rows[: self.samples]]
