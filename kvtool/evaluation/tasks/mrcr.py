@@ -115,7 +115,7 @@ def read_messages(prompt: Any, where: str) -> list[str]:
         said = []
     if len(said) < 3 or said[0][0] or said[-1][0]:
         raise KvtoolError(
-            f"{where}: `prompt` is no JSON list of messages with `role` and `content`, which a user "
+            f"{where}: `prompt` is no JSON list of messages with `role` and `content` that a user "
             "begins and ends"
         )
     return [text for _, text in said]
