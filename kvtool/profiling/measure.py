@@ -100,12 +100,7 @@ def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]
 def _read(
     model: PreTrainedModel, ids: Tensor, studies: Sequence[Sequence[Study]], steps: int
 ) -> int:
-    """Read texts and generate; return how many layers the model has.
-
-    Args:
-        ids: (texts, n).
-        studies: those of each text.
-    """
+    """Read texts, (texts, n), and generate; return how many layers the model has."""
     cache = build_cache(model, "full")
 
     def watch(step, call, out) -> None:

@@ -238,11 +238,7 @@ class Bench:
         return logprobs.sum().item(), bool(likeliest.all())
 
     def _read(self, ids: Tensor, length: int) -> tuple[KVCache, Tensor]:
-        """Return a cache fed with a context, which all its continuations start from.
-
-        Args:
-            length: tokens of the whole text, for a RoPE that depends on them.
-        """
+        """Return a cache fed with a context, from which all continuations to `length` start."""
         rope = length_rope(self.model)
         factors = 0 if rope is None else rope.factors_for(length)
         context = factors, tuple(ids[0].tolist())

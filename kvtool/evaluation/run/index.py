@@ -169,14 +169,7 @@ def of_this_run(
 
 
 def check_record(path: Path, task: Task, record: Json) -> None:
-    """Refuse a record that lacks what the task's score needs.
-
-    Args:
-        path: of its file, for the error.
-
-    Raises:
-        KvtoolError: it does.
-    """
+    """Refuse a record, of the file at `path`, that lacks what the task's score needs."""
     if task.record is None:
         return
     try:
@@ -195,21 +188,16 @@ def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
     Raises:
         KvtoolError: records that cannot be scored.
     """
-    summaries = [summarise(each) for each in measured]
-    results = with_deltas(list(map(task_result, measured, summaries)))
-    names = sample_names(measured)
-    scored = [
-        result.model_copy(update={"scores": _scores(each, summary, names[each.task.name])})
-        for each, summary, result in zip(measured, summaries, results, strict=True)
-    ]
-    full = {
-        each.task.name: (each, result)
-        for each, result in zip(measured, scored, strict=True)
-        if is_baseline(result.variant)
-    }
+    names, results = sample_names(measured), []
+    for each in measured:
+        summary = summarise(each)
+        scores = _scores(each, summary, names[each.task.name])
+        results.append(task_result(each, summary).model_copy(update={"scores": scores}))
+    both = list(zip(measured, with_deltas(results), strict=True))
+    full = {each.task.name: (each, found) for each, found in both if is_baseline(found.variant)}
     return [
-        result.model_copy(update={"paired": _paired(each, result, full.get(each.task.name))})
-        for each, result in zip(measured, scored, strict=True)
+        found.model_copy(update={"paired": _paired(each, found, full.get(each.task.name))})
+        for each, found in both
     ]
 
 
@@ -251,14 +239,8 @@ def _paired(
     score = LINKS[theirs.link](mean_of([part for _, part in shared(result.scores, theirs)]))
     if not math.isfinite(score):
         return None
-    return Paired(
-        n=found.n,
-        full=score,
-        difference=found.difference,
-        low=found.low,
-        high=found.high,
-        speed=_speed(measured, full[0]),
-    )
+    bounds = {"difference": found.difference, "low": found.low, "high": found.high}
+    return Paired(n=found.n, full=score, speed=_speed(measured, full[0]), **bounds)
 
 
 def _speed(ours: Measured, full: Measured) -> Interval | None:

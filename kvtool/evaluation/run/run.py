@@ -347,10 +347,7 @@ class Run:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Return what identifies these weights and this way of running them.
-
-    Which kvtool answered is in the fingerprint of a record.
-    """
+    """Return what identifies these weights and this way of running them."""
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}

@@ -86,11 +86,7 @@ class Store:
             raise KvtoolError(f"cannot write `{path}`: {error.strerror or error}") from error
 
     def _check_there(self) -> None:
-        """Refuse to make the folder anew that was deleted, or put another in its place, meanwhile.
-
-        Raises:
-            KvtoolError: it has gone.
-        """
+        """Refuse to make a folder anew that was deleted or replaced meanwhile."""
         if self._held is None:
             return
         try:
