@@ -286,9 +286,9 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
     if comparison.variants and comparison.variants[-1].plan is not None:
         check_plan(comparison.variants[-1].plan, config)
     for variant in comparison.variants:
-        given = variant.plan, variant.policy, config, dtype
-        for line in [] if variant.plan is None else check_run(*given):
-            watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
+        if (plan := variant.plan) is not None:
+            for line in check_run(plan, variant.policy, config, dtype):
+                watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
         by_bytes = (
             variant.plan is None and variant.budget is not None and variant.budget.bytes is not None
         )

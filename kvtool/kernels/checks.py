@@ -144,7 +144,7 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     order = torch.arange(_KEPT + _NEW)
     in_order = order[_KEPT:].expand(_ROWS, -1), order.expand(_ROWS, 1, -1)
     for new, stored in (in_order, _ragged(draw)):
-        given = (query, key, value, new, stored)
+        given: Any = (query, key, value, new, stored)
         found = attend_rows.attend_rows(
             *map(draw.shown, given),
             **options,
@@ -157,9 +157,9 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
             if one is not None:
                 yield name, (one.cpu()[real], other[real])
         sums, plain = draw.sums(_KEPT + _NEW)
-        given = (query, key, new, stored)
-        column_sums.column_sums(*map(draw.shown, given), *found[1:], sums, **options)
-        reference.column_sums(*given, *expected[1:], plain, **options)
+        seen: Any = (*map(draw.shown, (query, key, new, stored)), *found[1:], sums)
+        column_sums.column_sums(*seen, **options)
+        reference.column_sums(query, key, new, stored, *expected[1:], plain, **options)
         yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
 
 
@@ -185,10 +185,11 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     yield from _pairs(draw, attend_slots, reference.attend_slots, slots, sinks, (sums, plain))
     chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
     for places in (None, chosen.masked_fill(chosen < _STORED // 4, -1)):
-        given = (*slots, places)
+        given: Any = (*slots, places, {})
         options = {**draw.options, "sinks": sinks, "chosen": chosen}
-        out, _ = attend_slots(*map(draw.shown, given), {}, **draw.shown_options(options))
-        yield "output", (out, reference.attend_slots(*given, {}, **options)[0])
+        shown: Any = (*map(draw.shown, given[:-1]), {})
+        out, _ = attend_slots(*shown, **draw.shown_options(options))
+        yield "output", (out, reference.attend_slots(*given, **options)[0])
 
 
 def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
@@ -198,7 +199,7 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     pairs = zip(forms, draw.pairs(_STORED), strict=True)
     key, value = (QUANTISED[form](each) for form, each in pairs)
-    form = {"forms": forms, "value_dim": draw.kind.value_dim}
+    form: Any = {"forms": forms, "value_dim": draw.kind.value_dim}
     kernel, plain = partial(attend_codes, **form), partial(reference.attend_codes, **form)
     slots = (query, *key, *value)
     yield from _pairs(draw, kernel, plain, slots, draw.sinks(), draw.sums(_STORED))

@@ -239,8 +239,10 @@ def _paired(
     score = LINKS[theirs.link](mean_of([part for _, part in shared(result.scores, theirs)]))
     if not math.isfinite(score):
         return None
-    bounds = {"difference": found.difference, "low": found.low, "high": found.high}
-    return Paired(n=found.n, full=score, speed=_speed(measured, full[0]), **bounds)
+    speed, gain = _speed(measured, full[0]), found.difference
+    return Paired(
+        n=found.n, full=score, difference=gain, low=found.low, high=found.high, speed=speed
+    )
 
 
 def _speed(ours: Measured, full: Measured) -> Interval | None:
