@@ -4,8 +4,8 @@ Cobbe et al., 2021, https://arxiv.org/abs/2110.14168 (GSM8K); Lightman et al., 2
 https://arxiv.org/abs/2305.20050 (the 500 problems of MATH); AIME I and II of 2024 and 2025, 30
 problems each year. What fills the cache here is what the model writes, not the prompt. Rows are
 read as published: GSM8K has `question` and `answer`, a solution that ends in `#### 18`; the others
-`problem` (or `question`) and `answer`, MATH-500 also `level`. `metrics/final_answers.py` says how
-an answer is found in what a model writes, `metrics/latex.py` when two are equal.
+`problem` (or `question`) and `answer`, MATH-500 also `level`. `metrics/maths.py` says how an answer
+is found in what a model writes, and when two are equal.
 
 The prompts are zero-shot, worded by us; the form of the answer that they ask for is the field's.
 """
