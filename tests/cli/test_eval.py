@@ -195,18 +195,18 @@ def test_overwrite_starts_anew_in_a_run_only(kvtool):
 
 
 def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
-    from kvtool.evaluation.bench.bench import Bench
+    from kvtool.evaluation.tasks.task import Task
 
-    measure = Bench.measure
+    measure = Task.measure
     done = []
 
-    def twice(self, run):
+    def twice(self, bench, sample):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(run)
-        return measure(self, run)
+        done.append(sample)
+        return measure(self, bench, sample)
 
-    monkeypatch.setattr(Bench, "measure", twice)
+    monkeypatch.setattr(Task, "measure", twice)
     stopped = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--no-plots")
     assert stopped.code == 130
     results = ResultsDocument(**json.loads(Path("run/results.json").read_text()))
@@ -319,7 +319,7 @@ def test_results_of_another_schema_are_refused(kvtool):
     for arguments in ([*QUICK, "-p", "tova", "-b", "32", "-o", "run"], ["--rescore", "run"]):
         done = kvtool("eval", *arguments)
         assert done.code == 2
-        assert "schema_version 7, this one reads 1" in done.err
+        assert "schema_version 7, not 1" in done.err
 
 
 def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):

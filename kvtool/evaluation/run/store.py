@@ -84,11 +84,7 @@ class Store:
                 file.write(line + "\n")
 
     def _check_there(self) -> None:
-        """Refuse to make the folder anew that was deleted, or put another in its place, meanwhile.
-
-        Raises:
-            KvtoolError: it has gone.
-        """
+        """Refuse to make a folder anew that was deleted or replaced meanwhile."""
         if self._held is None:
             return
         try:
