@@ -155,7 +155,9 @@ def generate(
         feed_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer)
     )
     kept: list[Tensor] | None = [] if compare_full else None
-    step = _decode_steps(model, max_new_tokens, compiled)
+    step: CompiledDecoding | Callable[..., Tensor] = decode_step
+    if compiled or (compiled is None and pays(model, max_new_tokens)):
+        step = CompiledDecoding(model, max_new_tokens, required=compiled is not None)
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
@@ -201,14 +203,6 @@ def generate(
     )
 
 
-def _decode_steps(
-    model: PreTrainedModel, tokens: int, compiled: bool | None
-) -> Callable[[PreTrainedModel, KVCache, Tensor], Tensor]:
-    if compiled or (compiled is None and pays(model, tokens)):
-        return CompiledDecoding(model, tokens, required=compiled is not None)
-    return decode_step
-
-
 Fed = tuple[Tensor, Tensor, float]
 
 
@@ -236,8 +230,6 @@ def feed_prompt(
         BrokenNumbers: the logits are not finite.
     """
     known = cache.input_ids
-    if prompt_ids is not None and prompt_ids.shape[1] == 0:
-        raise UsageError("the prompt is empty")
     start = time.perf_counter()
     read = partial(prefill_by_piece, new_tokens=new_tokens, tokenizer=tokenizer, piece=piece)
     if known is None:
