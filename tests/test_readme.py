@@ -35,7 +35,10 @@ FIRST = ROOT / "README.md"
 PAGES = [
     FIRST,
     *sorted(
-        page for room in ("kvtool", "recipes", "tests") for page in (ROOT / room).rglob("README.md")
+        page
+        for room in ("kvtool", "recipes", "tests")
+        for name in ("README.md", "reference.md")
+        for page in (ROOT / room).rglob(name)
     ),
 ]
 TEXT = {page: page.read_text(encoding="utf-8") for page in PAGES}
@@ -331,4 +334,4 @@ def test_the_first_page_counts_the_policies():
 
 
 def test_the_families_have_their_place():
-    assert "<!-- families -->" in TEXT[ROOT / "kvtool" / "models" / "README.md"]
+    assert "<!-- families -->" in TEXT[ROOT / "kvtool" / "models" / "reference.md"]

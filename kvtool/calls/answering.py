@@ -17,9 +17,8 @@ from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.conversation import begin, encode, note_text
 from kvtool.calls.request import Request, room_for_rows
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.answers import AnswerLine
 from kvtool.documents.messages import Message
-from kvtool.documents.prompts import PromptEntry
+from kvtool.documents.prompts import AnswerLine, PromptEntry
 from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,9 +101,11 @@ class ModelSettings(_ModelFlags, RunSettings):
         """Return how the files of a checkpoint are asked for."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
-    def trusting(self) -> list[str]:
-        """Return the flag that lets the checkpoint's code run, where it may."""
-        return ["--trust-remote-code"] if self.trust_remote_code else []
+    def command(self, words: list[str], flags: dict[str, Any]) -> str:
+        """Spell a command with the flags that are not None, and one to trust the code if given."""
+        given = [each for pair in flags.items() if pair[1] is not None for each in pair]
+        trusting = ["--trust-remote-code"] if self.trust_remote_code else []
+        return shlex.join([*words, *map(str, given), *trusting])
 
 
 MEMORY_HELP = (

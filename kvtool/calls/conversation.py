@@ -33,7 +33,7 @@ from kvtool.documents.generation import (
     PlanSection,
     TurnSection,
 )
-from kvtool.documents.turns import Turns, UserTurn
+from kvtool.documents.messages import Turns, UserTurn
 from kvtool.engines.vllm.virtual_prompt import refuse_model
 from kvtool.errors import UsageError
 from kvtool.generation import Compressed, Conversation, Generation, compress, generate

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtool.documents.files import check_writable, expand
 from kvtool.documents.settings import Dtype, flag
 from kvtool.errors import UsageError
-from kvtool.models.convert import convert, find_file
+from kvtool.models.load import convert, find_file
 
 _USAGE = "kvtool convert FILE.gguf FOLDER"
 

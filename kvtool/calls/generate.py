@@ -19,7 +19,7 @@ from kvtool.calls.request import (
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.turns import Turns, UserTurn, read_turns
+from kvtool.documents.messages import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full

@@ -111,6 +111,7 @@ class PlanSettings(ModelSettings):
 
 
 _SPLITS = ("budget", "ratio", "allocator", "min_tokens")
+_KINDS = {"--ratio": ("a share of the prompt", "20%"), "--bytes": ("a number of bytes", "64MiB")}
 
 
 def read_target(
@@ -135,10 +136,9 @@ def read_target(
     if flag == "--bytes" and text.strip().isdecimal():
         return Budget.parse(f"{text.strip()}B")
     target = Budget.parse(text)
-    if flag == "--ratio" and target.ratio is None:
-        raise UsageError(f"--ratio must be a share of the prompt, got `{text}`", hint="--ratio 20%")
-    if flag == "--bytes" and target.bytes is None:
-        raise UsageError(f"--bytes must be a number of bytes, got `{text}`", hint="--bytes 64MiB")
+    what, example = _KINDS.get(flag, ("", ""))
+    if what and getattr(target, flag.removeprefix("--")) is None:
+        raise UsageError(f"{flag} must be {what}, got `{text}`", hint=f"{flag} {example}")
     return target
 
 

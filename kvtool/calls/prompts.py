@@ -11,8 +11,7 @@ from kvtool.calls.from_python import UNSAID, Unsaid, from_python
 from kvtool.calls.request import Request, choose_policy, configuration, read_prefill
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.answers import AnswerLine
-from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
+from kvtool.documents.prompts import AnswerLine, PromptEntry, make_prompts, read_prompts
 from kvtool.processes import check_alone
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher

@@ -12,7 +12,7 @@ from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.documents.memory import DeviceMemory
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import UserTurn
 from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE

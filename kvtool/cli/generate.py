@@ -21,8 +21,8 @@ from kvtool.watcher import Listener
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
-    from kvtool.documents.answers import AnswerLine
     from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.prompts import AnswerLine
 
 
 def _answer_many(options: GenerationSettings, terminal: Terminal) -> None:
@@ -85,7 +85,7 @@ def _write(
     interrupted: Interruption,
 ) -> int:
     """Write the answers as they end, and return how many prompts have none."""
-    from kvtool.documents.answers import AnswersFile
+    from kvtool.documents.prompts import AnswersFile
 
     file = AnswersFile(path, overwrite=overwrite)
     with file.opened():

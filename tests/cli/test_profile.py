@@ -170,11 +170,11 @@ REFUSED = {
 ERROR_REFUSED = {
     "full in 4 bits": (
         ["-p", "full+int4(rotate=false)"],
-        "policy `full+int4(rotate=false)` keeps everything, and a profile measures",
+        "policy `full+int4(rotate=false)` keeps everything; output_error is",
         "kvtool eval -t output-error -p 'full+int4(rotate=false)'",
     ),
-    "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "snapkv"),
-    "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is a size of the whole cache", "shares"),
+    "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "--policy h2o"),
+    "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is not within the", "shares"),
 }
 
 
