@@ -145,8 +145,7 @@ def test_quiet_runs_nothing_beside(kvtool, monkeypatch, arguments):
     monkeypatch.setattr("kvtool.calls.generate.compare_needle", fail)
     done = kvtool("generate", "-p", "h2o", *arguments)
     assert (done.code, done.err) == (0, "")
-    with pytest.raises(AssertionError):
-        kvtool("generate", "-p", "h2o")
+    assert "something ran" in kvtool("generate", "-p", "h2o").err
 
 
 def test_documents_are_pure(kvtool, tmp_path):
