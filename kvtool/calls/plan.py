@@ -11,8 +11,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.base_settings import at_least
 from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
-from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
+from kvtool.calls.plan_settings import PlanSettings, policy_to_plan
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
@@ -298,7 +299,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     splits = profile is not None and (policy is None or policy.takes_budget)
     allocator = _allocator(settings, profile if splits else None, policy)
     least = settings.min_tokens
-    least = None if least is None else positive(least, "--min-tokens")
+    least = None if least is None else at_least(1, least, "--min-tokens")
     check_transformers()
     model = find_model(settings, profile, watcher)
     check_dims(policy, model.layers)
@@ -397,7 +398,7 @@ def _lengths(
     """Return the lengths to plan for, by their names in a target."""
     new = 0
     if settings.context is not None:
-        context = positive(settings.context, "--context")
+        context = at_least(1, settings.context, "--context")
     else:
         context = usual_context(model.shape, profile, watcher)
     if settings.max_new_tokens is not None:

@@ -30,13 +30,7 @@ from kvtool.models.placement import (
 )
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import check_bytes
-from kvtool.planning.plan_in_use import (
-    beyond_plan,
-    check_free,
-    check_plan,
-    check_run,
-    held_by_plan,
-)
+from kvtool.planning.plan_in_use import beyond_plan, check_free, check_plan, check_run, held_by_plan
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher

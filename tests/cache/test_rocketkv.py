@@ -8,7 +8,7 @@ import pytest
 
 import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
-from kvtool.cache.whole.report import _bytes_read as bytes_read
+from kvtool.cache.whole.report import bytes_read
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import PlanDocument, Target
 from kvtool.generation import decode_step, prefill

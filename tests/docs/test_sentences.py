@@ -10,7 +10,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "kvtool").rglob("README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        page for name in ("README", "reference") for page in (ROOT / "kvtool").rglob(f"{name}.md")
+    ),
+]
 MOST, MEAN = 40, 20
 CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LEFT_OUT = re.compile(r"^ *(?:\||#|</?[a-z]|<!--).*$", re.MULTILINE)  # tables, headlines, HTML
