@@ -191,7 +191,7 @@ def _compared(
     flags = flags_of(settings)
     flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
     for name, value in (("policy", policies), ("budget", budgets)):
-        flags.set(f"--{name}", value, name, weak=name in settings.environment)
+        flags.set(f"--{name}", value, name)
     values = {name: getattr(settings, name) for name in _TASK_SETTINGS}
     return read_comparison(
         source,
