@@ -1,6 +1,6 @@
 """torch for modules that commands read before they need it: the first use of it imports it.
 
-`from kvtool.lazy_torch import Tensor, torch` stands at the head of a module, in place of an import
+`from kvtool.lazy_torch import Tensor, torch` is at the head of a module, in place of an import
 in each of its functions. `Tensor` is for annotations alone.
 """
 

@@ -21,7 +21,7 @@ from kvtool.documents.generation import (
     PlanSection,
     TurnSection,
 )
-from kvtool.documents.turns import Turns, UserTurn
+from kvtool.documents.messages import Turns, UserTurn
 from kvtool.generation import Compressed, Conversation, Generation, generate
 from kvtool.generation.compiled import CompileReport
 from kvtool.generation.fidelity import join_fidelities

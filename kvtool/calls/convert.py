@@ -10,7 +10,7 @@ from typing import Annotated
 from kvtool.documents.files import check_name, expand
 from kvtool.documents.settings import Dtype, Flag
 from kvtool.errors import UsageError
-from kvtool.models.convert import convert, find_file
+from kvtool.models.load import convert, find_file
 
 _USAGE = "kvtool convert FILE.gguf FOLDER"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.base_settings import ModelSettings
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.answers import AnswerLine
+from kvtool.documents.prompts import AnswerLine
 from kvtool.documents.settings import settings_of
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import (

@@ -34,7 +34,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.calls.plan_settings import PlanSettings
     from kvtool.documents.memory import ModelShape
-    from kvtool.documents.turns import Turns
+    from kvtool.documents.messages import Turns
     from kvtool.model_shape import LayerShape
 
 

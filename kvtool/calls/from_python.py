@@ -170,7 +170,7 @@ def _cache(cache: Any) -> Any:
 def _turns(turns: Any) -> Any:
     if isinstance(turns, (str, Path, NoneType)):
         return _plain(turns)
-    from kvtool.documents.turns import make_turns
+    from kvtool.documents.messages import make_turns
 
     if not isinstance(turns, Sequence):
         raise UsageError(f"turns must be a file or a list, got {quote(repr(turns))}")

@@ -21,7 +21,7 @@ from kvtool.calls.request import (
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.turns import Turns, UserTurn, read_turns
+from kvtool.documents.messages import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 from kvtool.models.load import Loaded
 from kvtool.processes import check_alone, joined

@@ -26,10 +26,9 @@ from kvtool.calls.request import (
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.answers import AnswerLine
 from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.messages import Message
-from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
+from kvtool.documents.prompts import AnswerLine, PromptEntry, make_prompts, read_prompts
 from kvtool.documents.settings import MODEL_SETTINGS
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.fingerprint import WAYS_OUT

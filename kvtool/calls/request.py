@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import UserTurn
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import layer_shapes, stored_dtype

@@ -23,8 +23,8 @@ from kvtool.sizes import (
 
 if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
+    from kvtool.documents.messages import Turns
     from kvtool.documents.prompts import PromptEntry
-    from kvtool.documents.turns import Turns
     from kvtool.policies.policy import Policy
 else:
     KVCache = PromptEntry = Turns = Policy = Any

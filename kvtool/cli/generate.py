@@ -21,9 +21,9 @@ from kvtool.watcher import Listener
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
-    from kvtool.documents.answers import AnswerLine
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.prompts import AnswerLine
 
 
 def text_on_stdout(options: OutputSettings) -> bool:
@@ -138,7 +138,7 @@ def _write(
     interrupted: Interruption,
 ) -> int:
     """Write the answers as they end, and return how many prompts have none."""
-    from kvtool.documents.answers import AnswersFile
+    from kvtool.documents.prompts import AnswersFile
     from kvtool.generation.serving import Served
 
     if options.output_path is None:

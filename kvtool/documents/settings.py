@@ -6,9 +6,8 @@ set are declared here too: schemas inherit them, and `as_flags` turns them into 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -33,18 +32,19 @@ class Flag:
     """
 
     names: str = ""
-    metavar: str | None = field(default=None, kw_only=True)
-    help: str = field(default="", kw_only=True)
-    min: float | None = field(default=None, kw_only=True)
-    max: float | None = field(default=None, kw_only=True)
-    key: str | None = field(default=None, kw_only=True)
-    sets: Any = field(default=None, kw_only=True)
-    python: str | None = field(default="", kw_only=True)
-    typed: Any = field(default=None, kw_only=True)
-    env: str | None = field(default=None, kw_only=True)
-    after: str | None = field(default=None, kw_only=True)
-    counts: bool = field(default=True, kw_only=True)
-    later: bool = field(default=False, kw_only=True)
+    _: KW_ONLY
+    metavar: str | None = None
+    help: str = ""
+    min: float | None = None
+    max: float | None = None
+    key: str | None = None
+    sets: Any = None
+    python: str | None = ""
+    typed: Any = None
+    env: str | None = None
+    after: str | None = None
+    counts: bool = True
+    later: bool = False
 
     @property
     def name(self) -> str:
@@ -82,43 +82,24 @@ class Setting:
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """Yield the settings of a dataclass in the order of its fields, its bases' first."""
-    hints = get_type_hints(kind, include_extras=True)
+    types, hints = get_type_hints(kind), get_type_hints(kind, include_extras=True)
     for each in fields(kind):
         more = getattr(hints[each.name], "__metadata__", ())
         flag = next((item for item in more if isinstance(item, Flag)), None)
         if flag is not None:
             factory = each.default_factory
             default = each.default if factory is MISSING else factory()
-            yield Setting(each.name, flag, _without_extras(hints[each.name]), default)
-
-
-def _without_extras(hint: Any) -> Any:
-    """Return a type without what it is annotated with."""
-    if get_origin(hint) is Annotated:
-        return _without_extras(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(_without_extras(each) for each in get_args(hint))]  # noqa: UP007
-    return hint
+            yield Setting(each.name, flag, types[each.name], default)
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
-    """Return the options that set a section of a recipe; an option that is None sets nothing.
-
-    Args:
-        leave_out: fields that have no option here.
-        under: the section's key in a recipe.
-    """
+    """Return the options that set the section of a recipe at `under`; None sets nothing."""
     made: list[Any] = []
     for each in settings_of(section):
-        if each.name in leave_out:
-            continue
-        flag = replace(each.flag, key=f"{under}.{each.name}")
-        name = flag.name
-        if flag.is_switch:
-            made.append((name, Annotated[bool, flag], field(default=False)))
-        else:
-            made.append((name, Annotated[each.typed | None, flag], field(default=None)))
-    module = inspect.getmodule(section)
+        if each.name not in leave_out:
+            flag = replace(each.flag, key=f"{under}.{each.name}")
+            kind, default = (bool, False) if flag.is_switch else (each.typed | None, None)
+            made.append((flag.name, Annotated[kind, flag], field(default=default)))
     return make_dataclass(
         f"{section.__name__}Flags",
         made,
@@ -127,7 +108,7 @@ def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> typ
         eq=False,
         frozen=True,
         kw_only=True,
-        namespace={"__module__": module.__name__ if module else __name__},
+        namespace={"__module__": section.__module__},
     )
 
 
@@ -208,14 +189,7 @@ MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
 class Asking:
     """How prompts are put: what a recipe's `eval` and the protocol of a run share.
 
-    Attributes:
-        query_aware: whether the question is in the prompt that is compressed; None leaves it to
-            the task.
-        keep_question: whether a question that comes after the context has been compressed is kept
-            whole, beside the budget; else it is compressed with what is left.
-        shared_prefill: whether a sample's prompt is read once for all variants that can share it.
-        answers: `decoded`, or `scored`: how likely the right answer is, in place of an answer.
-        max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
+    `query_aware: None` leaves it to the task, `max_length: None` is what the model was trained for.
     """
 
     query_aware: Annotated[
@@ -273,11 +247,7 @@ class Asking:
         return self.chat_template
 
     def check_question(self) -> None:
-        """Refuse to keep a question that is read with its context.
-
-        Raises:
-            UsageError: that is asked for.
-        """
+        """Refuse to keep a question that is read with its context: `UsageError`."""
         if self.keep_question and self.query_aware is not False:
             raise UsageError(
                 "--keep-question keeps a question that comes after the context was compressed",
@@ -303,14 +273,13 @@ class Protocol(Asking):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that distinguish measurements, and later ones only if set."""
-        plain = {each.name: each.default for each in settings_of(type(self)) if each.flag.later}
-        given = asdict(self)
+        plain, given = _later(type(self)), asdict(self)
         return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
 
 
-def _later(kind: type) -> list[str]:
-    """Return the settings that files of earlier versions lack."""
-    return [each.name for each in settings_of(kind) if each.flag.later]
+def _later(kind: type) -> dict[str, Any]:
+    """Return the defaults of settings that files of earlier versions lack."""
+    return {each.name: each.default for each in settings_of(kind) if each.flag.later}
 
 
 def as_entry(kind: type) -> type:
@@ -320,6 +289,5 @@ def as_entry(kind: type) -> type:
     """
     later, hints = _later(kind), get_type_hints(kind, include_extras=True)
     names = sorted((each.name for each in fields(kind)), key=lambda name: name in later)
-    defaults = {each.name: each.default for each in fields(kind) if each.name in later}
     annotations = {name: hints[name] for name in names}
-    return type(f"{kind.__name__}Fields", (), {"__annotations__": annotations, **defaults})
+    return type(f"{kind.__name__}Fields", (), {"__annotations__": annotations, **later})

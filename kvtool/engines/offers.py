@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.documents.messages import Message
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import Message, UserTurn
 from kvtool.engines.requests import Ask, Refused
 from kvtool.errors import UsageError
 from kvtool.generation.answering_thread import Held, Opened

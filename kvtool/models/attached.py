@@ -98,11 +98,6 @@ class ModelSource:
 
         A model that its caller has loaded runs afterwards what it ran before, once no other thread
         uses it here.
-
-        Args:
-            note: gets the limits of the model's family.
-            progress: show on stderr how far a download is.
-            keep: leave the model attached, unless what is done with it fails.
         """
         loaded = self.loaded
         if loaded is None:

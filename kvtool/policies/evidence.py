@@ -214,7 +214,7 @@ class PromptQueries:
         query: (batch, heads, rows, head_dim), after RoPE.
         positions: (batch, rows) int64 of their tokens, -1 = none.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
-        sinks: (heads,) logits that the model has learned; None: it has none.
+        sinks: (kv_heads, group) logits that the model has learned; None: it has none.
         spans: (batch, rows, 2) as for `kvtool.maths.attention.visible_keys`; None: there are none.
         slots: (batch, kv_heads, slots) positions of the keys before the cut, -1 = empty; None until
             it comes.

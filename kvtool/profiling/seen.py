@@ -55,7 +55,7 @@ class Seen:
     def lse(self) -> Tensor | None:
         """(heads, q_len) float32 log-sum-exp of the rows; None: the kernel has not returned it."""
         norms = self.call.context.norms
-        return None if norms is None or norms.lse is None else norms.lse[self.row]
+        return norms[0][self.row] if norms else None
 
     def weights(self, start: int, stop: int, heads: slice = slice(None)) -> tuple[Tensor, int]:
         """Compute the weights of a few queries: `row_weights` of these KV heads.

@@ -172,7 +172,7 @@ def test_a_turn_that_fits_beside_what_is_kept_drops_nothing(policy):
     before = [cache.kept_positions(layer) for layer in range(2)]
     for layer in cache.layers:  # slots for one turn more
         layer.set_budget(layer.budget.split(layer.budget.by_head + 30))
-    cache.budgets._in_tokens._budget = type(cache.budget)(tokens=60)
+    cache.budgets.budget = type(cache.budget)(tokens=60)
     prefill(model, cache, random_ids(9, seed=2))
     for layer in range(2):
         after = cache.kept_positions(layer)

@@ -169,7 +169,7 @@ def test_steps_in_inference_mode_are_followed_by_others(model):
 
 def places(cache):
     """Addresses of all keys and values."""
-    stores = [store.slots for layer in cache.layers for store in layer.stores_in_use]
+    stores = [store.slots for layer in cache.layers for store in layer.stores]
     return [each.data_ptr() for slots in stores for each in (slots.keys, slots.values)]
 
 

@@ -85,7 +85,7 @@ def test_all_turns_of_a_conversation_have_the_factors_of_the_whole(long_rope):
 
 
 def read(turns):
-    from kvtool.documents.turns import make_turns
+    from kvtool.documents.messages import make_turns
 
     return make_turns(turns).turns
 

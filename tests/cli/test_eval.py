@@ -331,7 +331,11 @@ def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):
     assert done.code == 2
     told = [line for line in done.err.splitlines() if not line.startswith(" ")]
     places = [line.removeprefix("error: ").partition(": ")[0] for line in told]
-    lines = ["2:15", "3:1", "5:10", "7:18", "8:5"]
+    assert places == ["bad.yaml:3:1", "bad.yaml:5:10"]
+    done = kvtool("eval", "bad.yaml", "--lengths", "1k", "--unset", "budgt", "-s", "eval.limit=1")
+    told = [line for line in done.err.splitlines() if not line.startswith(" ")]
+    places = [line.removeprefix("error: ").partition(": ")[0] for line in told]
+    lines = ["2:15", "7:18", "8:5"]
     assert places == ["--lengths 1k", *(f"bad.yaml:{place}" for place in lines)]
     done = kvtool("eval", "bad.yaml", "--unset", "budgt", "-s", "eval.limit=1")
     assert "bad.yaml:10:5: eval.tasks.3.task: task `ppl` is given twice" in done.err
@@ -405,7 +409,10 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-p", ""], "--policy is empty"),
         (["-t", "niah", "-p", "h2o", "-b", ""], "--budget is empty"),
         (["-t", "niah", "-o", " "], "--output is empty"),
-        (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
+        (
+            ["-t", "niah", "-o", "all.json"],
+            "the folder of a run, `all.json` is or looks like a file",
+        ),
         (["-t", "niah", "-p", "h2o", "--no-baseline", "--max-drop", "3"], "from the full cache"),
         (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
         (["-t", "niah", "-f", "board"], "-f board has RULER's scores in its columns"),

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvtool.calls.prompts import generate_many
-from kvtool.documents.answers import AnswersFile
+from kvtool.documents.prompts import AnswersFile
 from kvtool.errors import UsageError
 
 FACTS = "The secret code for falcon: 7429103. The old lamp was near the school. "

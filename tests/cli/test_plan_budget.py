@@ -245,7 +245,7 @@ def test_heads_stay_equal_within_the_noise_and_that_is_said(kvtool):
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
-        ("quest", "policy `quest` reads as many tokens in every KV head"),
+        ("quest", "policy `quest` have no budgets of their own: it reads as many tokens in every"),
         ("sirllm", "the KV heads of policy `sirllm` have no budgets of their own"),
     ],
 )

@@ -15,7 +15,7 @@ PAGES = [
     ),
 ]
 # What readers of "Add a policy" write:
-OURS = {"peak.py", "test_peak.py", "my_peak.py", "my_scores.py"}
+OURS = {"peak.py", "test_peak.py", "my_peak.py", "my_scores.py", "losses.py", "test_losses.py"}
 FILE = re.compile(r"`((?:[\w.-]+/)*[\w.-]+\.pyi?|(?:[\w.-]+/)+)`")
 MODULE = re.compile(r"\b(?:kvtool|tests)(?:\.[A-Za-z_]\w*)+")
 BESIDE = {"plots/", "parts/"}  # folders of a run

@@ -10,8 +10,12 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("README.md", "reference.md")
-PAGES = [ROOT / "README.md", *sorted(p for n in NAMES for p in (ROOT / "kvtool").rglob(n))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted(
+        page for name in ("README", "reference") for page in (ROOT / "kvtool").rglob(f"{name}.md")
+    ),
+]
 MOST, MEAN = 40, 20
 CODE = re.compile(r"^( *)```.*?^\1```", re.DOTALL | re.MULTILINE)
 LEFT_OUT = re.compile(r"^ *(?:\||#|</?[a-z]|<!--).*$", re.MULTILINE)  # tables, headlines, HTML

@@ -3,8 +3,8 @@
 import pytest
 
 import kvtool
+from kvtool.documents.messages import UserTurn
 from kvtool.documents.settings import Protocol
-from kvtool.documents.turns import UserTurn
 from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.samples.sample import Sample, Turn

@@ -12,7 +12,6 @@ import kvtool
 from kvtool import extras
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models import reference
-from kvtool.models.folder import Source
 from kvtool.models.load import load
 from kvtool.models.placement import weight_bytes
 from kvtool.models.quantised import check_quantise, linear_layers, loading_options
@@ -21,7 +20,6 @@ from tests.models_for_tests import family_model, peaky_model, random_ids
 
 HERE = find_spec("bitsandbytes") is not None
 needs_package = pytest.mark.skipif(not HERE, reason="bitsandbytes is not here")
-SOURCE = Source("model", "folder")
 
 
 class Linear4bit(nn.Linear):
@@ -64,7 +62,7 @@ def test_a_policy_that_reads_the_output_projection_is_refused(stub, policy):
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "bitsandbytes" else 1)
     with pytest.raises(UsageError, match="--quantize needs bitsandbytes") as caught:
-        check_quantise(SOURCE, "cpu", adapter=False, split=False)
+        check_quantise("cpu", split=False)
     assert caught.value.hint == "pip install 'kvtool[bitsandbytes]'"
 
 
@@ -72,13 +70,12 @@ def test_without_the_package_it_is_named(monkeypatch):
     ("device", "given", "told"),
     [
         ("mps", {}, "--quantize runs on cpu, cuda, xpu, not on mps"),
-        ("cpu", {"adapter": True}, "takes whole models"),
         ("cuda:0", {"split": True}, "--tensor-parallel exclude each other"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(device, given, told):
     with pytest.raises(UsageError, match=told):
-        check_quantise(SOURCE, device, **{"adapter": False, "split": False} | given)
+        check_quantise(device, **{"split": False} | given)
 
 
 def test_bits_are_asked_of_transformers():

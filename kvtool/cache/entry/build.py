@@ -114,46 +114,38 @@ def make_cache(
     block = parse_prefill(prefill)
     check_blocks(policy, block)
     hooks.attach(model)
-    split, rotations = policy.head_split, list[Rotation | None]()
+    split, layers, name = policy.head_split, attention_layers(config), policy.score.name
+    rotations: dict[int, Rotation | None] = {}
     centres: dict[int, QueryCentres] = {}
     if policy.score.positions == "cache":
-        rotations = find_rotations(model, attention_layers(config), "positions=cache")
+        found = find_rotations(model, layers, "positions=cache")
+        rotations = dict(zip(layers, found, strict=True))
     elif policy.moments is not None:
-        layers, asked = attention_layers(config), f"policy `{policy.score.name}`"
-        rotations = find_query_rotations(model, layers, asked)
+        found = find_query_rotations(model, layers, f"policy `{name}`")
+        rotations = dict(zip(layers, found, strict=True))
         if policy.moments.stats is not None:
-            rotated = dict(zip(layers, rotations, strict=True))
-            stats, name = policy.moments.stats, policy.score.name
-            centres = read_centres(stats, name, layer_shapes(model.config), rotated)
+            shapes = layer_shapes(model.config)
+            centres = read_centres(policy.moments.stats, name, shapes, rotations)
     if split is None or split.scores is None:
         head_ranks = None
     elif head_ranks is None:
         head_ranks = rank_model(model, split.scores)
-    projections = find_projections(model, policy) if policy.sees_projection else None
     looks = policy.sees_hidden or policy.repeats_by_output
-    shown = show_hidden(model, policy) if looks else None
-    link = ModelLink(weakref.ref(model), shards_of(model), head_ranks, length_rope(model), shown)
-    kernel = kernel_of(model)
-    return KVCache(
-        config,
-        policy,
-        request,
-        block,
-        kernel,
-        plan,
-        link=link,
+    link = ModelLink(
+        model=weakref.ref(model),
+        shards=shards_of(model),
+        head_ranks=head_ranks,
+        rope=length_rope(model),
+        hooks=show_hidden(model, policy) if looks else None,
         rotations=rotations,
         centres=centres,
-        projections=projections,
+        projections=find_projections(model, policy) if policy.sees_projection else {},
     )
+    return KVCache(config, policy, request, block, kernel_of(model), plan, link=link)
 
 
 def check_codec(model: PreTrainedModel, policy: Policy) -> None:
-    """Refuse a codec that cannot store a model's keys and values, or not where the model is.
-
-    Raises:
-        UsageError: such a codec.
-    """
+    """Refuse a codec that cannot store a model's keys and values, or not there (UsageError)."""
     if policy.codec is not None:
         check_dims(policy, layer_shapes(model.config))
         for side in policy.codec.sides():
@@ -161,22 +153,12 @@ def check_codec(model: PreTrainedModel, policy: Policy) -> None:
 
 
 def read_plan(plan: PlanDocument | dict | str | Path) -> PlanDocument:
-    """Return a plan from a document, its data or its file.
-
-    Raises:
-        UsageError: it cannot be read, or is no plan.
-    """
+    """Return a plan from a document, its data or its file (UsageError: it cannot be read)."""
     return read_as(plan, PlanDocument, "a plan", command="this")
 
 
 def check_planned_layers(plan: PlanDocument, policy: Policy) -> None:
-    """Refuse a plan whose layers a policy cannot follow, as it relates their tokens.
-
-    Raises:
-        UsageError: unequal budgets for a policy that keeps the same tokens in all layers; budgets
-            that grow for one that keeps in each layer part of what it keeps in the layer above.
-            Also unequal ones for a policy whose layers compete for one budget.
-    """
+    """Refuse a plan whose layers a policy cannot follow, as it relates them (UsageError)."""
     tokens = [plan.layers.tokens[i] for i in plan.free_layers]
     split, relation, uneven = policy.head_split, policy.score.layer_tokens, len(set(tokens)) > 1
     uniform = plan.layers.allocator == Uniform.name  # which may leave layers a token apart

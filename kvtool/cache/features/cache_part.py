@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 
 
 Budgets = Callable[[list[int]], list[int] | None]
-
-
-class HasCacheParts(Protocol):
-    """A cache, as far as its parts can be found."""
-
-    parts: CacheParts
 
 
 class CachePart:
@@ -39,9 +33,9 @@ class CachePart:
     refusals: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
-    def of(cls, cache: HasCacheParts) -> Self | None:
+    def of(cls, cache: Any) -> Self | None:
         """Return the part of this kind that a cache has, None if it has none."""
-        part = cache.parts.get(cls.name)
+        part: object = cache.parts.get(cls.name)
         return part if isinstance(part, cls) else None
 
     @classmethod
@@ -127,11 +121,7 @@ class CachePart:
 
 
 class CacheParts(dict[str, CachePart]):
-    """The parts of a cache by name.
-
-    Attributes:
-        by_logits: whether one of them scores by the model's logits; found once.
-    """
+    """The parts of a cache by name, and whether one of them scores by logits; found once."""
 
     def __init__(self, parts: Iterable[CachePart] = ()) -> None:
         super().__init__({part.name: part for part in parts})

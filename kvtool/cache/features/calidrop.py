@@ -1,14 +1,11 @@
 """CaliDrop: the evicted tokens that a layer sets aside, and the calibration of its outputs by them.
 
-Everything that CaliDrop (`kvtool.policies.evicted.calidrop`) needs beside the slots: the evicted
-keys and values in host memory, and for each query head the held query. Beside it are the output and
-the log-sum-exp of its attention to them. That attention is computed for blocks of evicted tokens,
-for chunks as they arrive, and for one token at a time. Tokens evicted for a decoded one are folded
-in for all layers at once.
+Beside the evicted keys and values in host memory are the held query of each head, and the output
+and log-sum-exp of its attention to them. Tokens evicted for a decoded one are folded in for all
+layers at once.
 
 Whether a head recomputes is decided on the host, once a step and layer. On a GPU that is one sync,
-made before the kept tokens are attended, so that the fetch that follows runs beside that attention.
-Decisions of decoded tokens are noted step by step, and counted several at a time.
+made before the kept tokens are attended, so that the fetch runs beside that attention.
 """
 
 from __future__ import annotations
@@ -21,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.evicted_attention import (
+from kvtool.cache.features.host import (
     NOTHING,
+    Chunk,
+    Store,
+    Tokens,
     attend_chunks,
     attend_tokens,
     join_token,
 )
-from kvtool.cache.features.host import Chunk, Store, Tokens
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import Correction, LayerSite, Part, tensor_bytes
 from kvtool.cache.slots.slot_form import take_stored
@@ -62,15 +61,7 @@ class DecodePlan:
 
 
 def add_decisions(memory: State, noted: Sequence[Decision]) -> State:
-    """Add decisions to the counts.
-
-    Args:
-        memory: `steps`, `recomputed` and `calibrated` among others, (batch, heads) float32.
-        noted: one or more.
-
-    Returns:
-        The three counts.
-    """
+    """Return `steps`, `recomputed` and `calibrated`, (batch, heads), with decisions added."""
     knowing = [known for known, _ in noted if known is not None]
     steps = memory["steps"] + (len(noted) - len(knowing))
     if knowing:
@@ -88,11 +79,7 @@ _NOTED = 16  # decisions that are counted at a time
 
 
 class Calibration(Part):
-    """The evicted tokens of one layer.
-
-    Attributes:
-        store: the evicted tokens.
-    """
+    """The evicted tokens of one layer, in its `store`."""
 
     name = "calibration"
     refusals: Mapping[str, str] = {
@@ -216,17 +203,12 @@ class Calibration(Part):
     def begin_decode(
         self, query: Tensor, kv_heads: int, positions: Tensor | None, heads: KVHeads
     ) -> DecodePlan | None:
-        """Decide which heads recompute and start to fetch what they need.
+        """Decide which heads recompute and start to fetch what they need; None: nothing is stored.
 
         Args:
             query: (batch, heads, 1, head_dim), after RoPE.
-            kv_heads: of the layer, as they are cached here.
-            heads: all heads of the layer, of which this process may hold a part.
-            positions: (batch, 1), -1 where a sequence has padding instead of a token; None: none
-                has.
-
-        Returns:
-            None where nothing has been set aside.
+            kv_heads: of the layer, as they are cached here; `heads` are all of the layer.
+            positions: (batch, 1), -1 where a sequence has padding instead of a token; None: none.
         """
         if not self.active:
             return None
@@ -332,7 +314,6 @@ class Calibration(Part):
         Args:
             token: its key and value, (batch, kv_heads, 1, dim), and position, -1 = none leaves.
             out, lse: of the attention of the held queries, this token included.
-            whole: whether no position is -1.
         """
         self._memory["out"], self._memory["lse"] = out, lse
         self._whole |= whole
@@ -407,9 +388,7 @@ def offload_evicted(
     positions: Tensor,
     whole: bool,
 ) -> None:
-    """Store the token that leaves each of some layers, and fold it into what that layer holds.
-
-    Layers that are alike are folded at once, one behind the other.
+    """Store the token that leaves each of some layers, and fold it in, alike layers at once.
 
     Args:
         pairs: the key and value of each layer, (batch, kv_heads, 1, dim).

@@ -92,11 +92,7 @@ class HeadBudgets(CutsByHead):
 
 
 def rank_heads(layers: Sequence[SlotLayer], ranks: Tensor) -> None:
-    """Give every layer of free budget the ranks of its heads that most need the whole text.
-
-    Args:
-        ranks: (layers, kv_heads) integers, 0 for the head that most needs it.
-    """
+    """Give layers of free budget the ranks of their heads, (layers, kv_heads): 0 needs most."""
     free = [i for i, layer in enumerate(layers) if layer.window is None]
     among = ranks[free].flatten().argsort().argsort().view(len(free), -1)
     for i, own in zip(free, among, strict=True):

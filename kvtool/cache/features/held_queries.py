@@ -20,12 +20,7 @@ Span = tuple[int, int]
 
 
 class HeldQueries(Part):
-    """The last queries of a prompt, from when a layer has attended it until it has been cut.
-
-    Attributes:
-        rows: how many at most, of each batch entry.
-        seen: those of the running prompt; None: there is none.
-    """
+    """The last queries of a prompt, `rows` at most, from when it is attended until it is cut."""
 
     name = "held_queries"
     refusals: Mapping[str, str] = {
@@ -83,11 +78,7 @@ class HeldQueries(Part):
 
 
 def last_queries(call: Call, new: Tensor, rows: int) -> PromptQueries:
-    """Copy the last queries of each batch entry.
-
-    Args:
-        new: (batch or 1, q_len) positions of the queries of a call, -1 = padding.
-    """
+    """Copy the last queries of each batch entry; `new`: (batch or 1, q_len) positions of all."""
     order = _latest(new, rows)
     return _queries(call, new, order, torch.ones_like(order, dtype=torch.bool))
 

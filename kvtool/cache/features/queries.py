@@ -1,9 +1,4 @@
-"""Queries that a layer keeps for its policy: the newest, the last of a prompt, or their moments.
-
-The newest queries are for a policy that looks back from them whenever it cuts. The last queries of
-a prompt are for one that is read in blocks and cut once, at its end. The moments of all queries so
-far are for a score that looks ahead by them.
-"""
+"""Queries that a layer keeps for its policy: the newest, the last of a prompt, or their moments."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ class QueryWindow(Part):
         query: (batch, heads, rows, head_dim), after RoPE; None before the first token.
         positions: (batch, rows) int64, -1 where there was none yet.
         scale, softcap: as for `kvtool.maths.attention.attention_weights`.
-        sinks: (heads,) logits without a key; None: there are none.
+        sinks: (kv_heads, group) logits without a key; None: there are none.
     """
 
     name = "query_window"
@@ -80,7 +75,7 @@ class QueryWindow(Part):
 
     def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
         """Return the sinks as (kv_heads, group)."""
-        return None if self.sinks is None else self.sinks.detach().view(kv_heads, -1)
+        return self.sinks
 
     @torch.no_grad()
     def see(self, query: Tensor, positions: Tensor, scale: float, softcap: float | None) -> None:
@@ -127,7 +122,7 @@ class QueryWindow(Part):
             self.positions.narrow(1, row, 1).fill_(position)
 
     def take_block(self, layer: SlotLayer, call: Call, block: Block) -> Block:
-        self.sinks = call.sinks
+        self.sinks = None if call.sinks is None else call.sinks.detach()
         self.see(call.query, block.new, call.scale, call.softcap)
         return block
 
@@ -138,7 +133,7 @@ class QueryWindow(Part):
         elif isinstance(newest, Tensor):
             newest = newest[..., 0]
         if self.sinks is None and call.sinks is not None:  # the prompt was read from a file
-            self.sinks = call.sinks
+            self.sinks = call.sinks.detach()
         self.see_token(call.query, newest, call.scale, call.softcap)
 
     def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
@@ -211,7 +206,7 @@ class LaneQueries(Part):
 
     def sinks_by_kv_head(self, kv_heads: int) -> Tensor | None:
         """Return logits without a key as (lanes, 1, group)."""
-        sinks = self._whole.sinks_by_kv_head(self._lanes.kv_heads)
+        sinks = self._whole.sinks
         return None if sinks is None else sinks[self._lanes.heads][:, None]
 
     def by_kv_head(self, kv_heads: int) -> tuple[Tensor, Tensor]:
@@ -339,12 +334,7 @@ class Moments(Part):
             self.state[name] = own.repeat(batch, 1, 1)
 
     def add(self, query: Tensor, valid: Tensor) -> None:
-        """Take in queries.
-
-        Args:
-            query: (batch, heads, tokens, head_dim) float32, before RoPE.
-            valid: bool (batch or 1, tokens), which of them count.
-        """
+        """Take in queries before RoPE, (batch, heads, tokens, head_dim) float32, where `valid`."""
         batch, heads, _, dim = query.shape
         if not self.state:
             self.state = {"count": query.new_zeros(batch, heads)}

@@ -52,14 +52,12 @@ class Instructions:
 class RepeatedWeights:
     """The highest weights that slots receive while their prompt is repeated.
 
-    It attends the tokens that repeat the prompt: `kvtool.cache.steps.call.Unstored`.
-
     Attributes:
         sinks: number of first tokens that are attended to beside the running chunk.
         spans: first and last position, excluded, of what is repeated of each batch entry.
-        starts, ends: positions of the running chunk of each batch entry; equal where it has none.
+        starts, ends: the same of the running chunk; equal where an entry has none.
         by_layer: (batch, kv_heads, slots) float32 of each layer, by its index.
-        queries: of each layer, by its index, those that repair what it keeps; a rollback, as
+        queries: of each layer, by its index, those that repair what it keeps. A rollback, as
             recurrent layers need it, would forget them in the layer.
     """
 
@@ -75,11 +73,7 @@ class RepeatedWeights:
         self.starts, self.ends = [start for start, _ in spans], [end for _, end in spans]
 
     def attend(self, layer: SlotLayer, call: Call) -> Tensor:
-        """Attend tokens that are not stored, and note their weights on the tokens that they repeat.
-
-        Returns:
-            (batch, heads, q_len, value_dim).
-        """
+        """Attend tokens that are not stored, and note their weights on those that they repeat."""
         block = _lay_out(layer, call)
         out = attend_plain(layer, call, block)
         if layer.window is None:
@@ -182,11 +176,7 @@ class Repetition(CachePart):
         self.instructions = instructions
 
     def announce(self) -> None:
-        """Say that a prompt is fed which will be repeated.
-
-        Raises:
-            UsageError: the instruction's tokens are unknown.
-        """
+        """Say that a prompt is fed which will be repeated (UsageError: there is no tokenizer)."""
         if self.ended:
             return
         if self.instructions is None:
@@ -214,11 +204,7 @@ class Repetition(CachePart):
         return around + min(tokens, self.asked.chunk)
 
     def check_tokens(self, decoding: bool) -> None:
-        """Refuse a prompt that will not be repeated.
-
-        Raises:
-            KvtoolError: it is fed by a plain forward.
-        """
+        """Refuse a prompt that a plain forward feeds: it will not be repeated (KvtoolError)."""
         if not (decoding or self.ended or self.driven):
             raise KvtoolError(
                 f"policy `{self._name}` has a prompt repeated before it is cut, "
@@ -291,12 +277,7 @@ def _by_output(layer: SlotLayer, call: Call, index: Tensor) -> tuple[Tensor | No
 def cut_repeated(
     layers: Sequence[SlotLayer], weights: RepeatedWeights, spans: Sequence[tuple[int, int]]
 ) -> None:
-    """Cut layers that hold a prompt whole, all at once, by the weights of its repetition.
-
-    Args:
-        layers: those of free budget.
-        spans: first and last position, excluded, of what was repeated of each batch entry.
-    """
+    """Cut layers that hold a prompt whole, all at once, by the weights of its repetition."""
     judged = []
     for layer in layers:
         part, used = HeadBudgets.of(layer), layer.slots.used_slots()

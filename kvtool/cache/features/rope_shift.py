@@ -5,10 +5,8 @@ true position, as StreamingLLM has it (https://arxiv.org/abs/2309.17453, section
 is never changed. Beside it is its shift, the rank minus the position for which the model has
 rotated it. Each step rotates copies, so that nothing adds up.
 
-The model gets position ids by place in the cache. Keys are cached after RoPE, whose angles lose
-their precision at large positions (0.06 rad at a million in float32). So new tokens are numbered on
-from the tokens that the cache holds, whatever the caller passes, and never beyond what a model was
-trained for.
+Angles lose their precision at large positions (0.06 rad at a million in float32). So the model gets
+position ids that number new tokens on from those in the cache, whatever the caller passes.
 """
 
 from __future__ import annotations
@@ -30,11 +28,7 @@ from kvtool.policies.numbers import SHIFT, Count, State
 
 
 class RopeShift(Part):
-    """The rotation of a layer's keys.
-
-    Attributes:
-        rotation: None where keys do not depend on the position.
-    """
+    """The rotation of a layer's keys; None: they do not depend on the position."""
 
     name = "rope_shift"
     refusals: Mapping[str, str] = {"latents": "positions=cache", "shared": "places tokens anew"}
@@ -110,10 +104,7 @@ class RopeShift(Part):
 
 
 def place_forward(first: SlotLayer, given: Mapping[str, Any]) -> tuple[Placement, Tensor]:
-    """Number the tokens of a forward on from those that the first layer of a cache holds.
-
-    Args:
-        given: the forward's arguments by name.
+    """Number the tokens of a forward, of arguments `given`, on from those in the first layer.
 
     Returns:
         Where they are, and position ids for the model, (batch, q_len).

@@ -1,17 +1,15 @@
-"""What a policy sees beside slots: hidden states, the output projection, the layers above."""
+"""Hidden states, output projections and layers above, as they are shown to a policy."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.part import Lanes, LayerSite, Part
 from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.block import Block
@@ -110,11 +108,7 @@ def write(slots: SlotBuffers, numbers: State) -> None:
 
 
 class Projection(Part):
-    """Where a layer finds the weight of its output projection, which stays the model's.
-
-    Attributes:
-        weight: returns it, (hidden_size, heads * value_dim); None: no model is known.
-    """
+    """Where a layer finds the `weight` of its output projection, (hidden_size, heads * dim)."""
 
     name = "projection"
     joins_decode = False
@@ -145,21 +139,13 @@ class Projection(Part):
         return replace(view, projections=(*view.projections, self.seen()))
 
 
-class Parent(Protocol):
-    """A layer above, as far as those below look at it."""
-
-    budget: LayerBudget
-
-    def stored_positions(self) -> Tensor: ...
-
-
 class Parents(Part):
     """The first layer of free budget and the one right above; none above the first."""
 
     name = "parents"
     joins_padded = False
 
-    def __init__(self, first: Parent | None = None, above: Parent | None = None) -> None:
+    def __init__(self, first: SlotLayer | None = None, above: SlotLayer | None = None) -> None:
         self.first, self.above = first, above
 
     @classmethod
@@ -175,11 +161,10 @@ class Parents(Part):
         return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
 
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
-        """Which of these slots hold tokens that the layer above keeps: bool (batch, 1, slots).
+        """Which slots hold tokens that the layer above keeps: bool (batch, 1, slots).
 
         Args:
-            positions: (batch, kv_heads, slots).
-            seen: tokens seen, padding included.
+            positions: (batch, kv_heads, slots), of `seen` tokens, padding included.
         """
         if self.above is None:
             return None

@@ -1,15 +1,14 @@
 """A layer with a reader, and its decode step: note the token, choose, gather, attend.
 
-Nothing but the reader's estimate grows with what is stored. Batch entries of different
-lengths are read together, where the reader can; each has its own pages, counted from its own
-first token.
+Nothing but the reader's estimate grows with what is stored. Batch entries of different lengths are
+read together, where the reader can; each has pages of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -232,11 +231,7 @@ def _entries(
 
 
 def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> Tensor:
-    """Attend to what the reader chooses, for one new token that the layer has taken in.
-
-    Returns:
-        (batch, heads, 1, value_dim).
-    """
+    """Attend to what the reader chooses, for one new token: (batch, heads, 1, value_dim)."""
     out, read, slots = [], 0, layer.slots
     chosen: list[Tensor | None] = []
     for each in entries:
@@ -281,11 +276,7 @@ class _Chosen:
 def _attend(
     entries: Entries | FixedEntries, call: Call, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, int, Tensor | None]:
-    """Attend to what is chosen.
-
-    Returns:
-        (rows, heads, 1, value_dim), how many numbers that reads, and the slots, -1 for none.
-    """
+    """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none."""
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
     if isinstance(entries, IndexedEntries):
@@ -341,7 +332,7 @@ def _choose_padded(
         sizes=entries.sizes,
         scale=call.scale,
         softcap=call.softcap,
-        sinks=None if call.sinks is None else call.sinks.view(heads, -1),
+        sinks=call.sinks,
     )
     choice = entries.reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
@@ -365,6 +356,8 @@ def _attend_pairs(
     """Attend pairs, all of them or those that stand for a token: bool (rows, lists, pairs)."""
     if call.needs_weights:
         visible = None if stands is None else stands[:, :, None, None]
+        if call.sinks is not None:
+            call = replace(call, sinks=call.sinks.view(key.shape[1], -1))
         return weighted_values(call_weights(call, query, key, visible), value)
     mask = None if stands is None else stands[:, :, None]
     return packed_attention(query, key, value, mask, call.scale)
@@ -380,7 +373,7 @@ def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) ->
             tokens=entries.tokens,
             scale=call.scale,
             softcap=call.softcap,
-            sinks=None if call.sinks is None else call.sinks.view(query.shape[1], -1),
+            sinks=call.sinks,
         )
         choice = entries.reader.choose(view)
     pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()

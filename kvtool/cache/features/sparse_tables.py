@@ -63,11 +63,7 @@ class IndexedEntries:
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables, if not all tokens fit into the budget.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
+        """Make the tables of the layer's buffers, if not all tokens fit into the budget."""
         if self.dense:
             return
         with torch.inference_mode(False):
@@ -82,11 +78,7 @@ class IndexedEntries:
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token behind the stored ones.
-
-        Args:
-            keys, values: (rows, kv_heads, capacity, dim), the layer's buffers.
-        """
+        """Take in the token behind the stored ones, of the layer's buffers."""
         slot, at = self.stored, self.tokens
         if self.capacity != keys.shape[2]:
             self.make_room(keys.shape[2])
@@ -128,11 +120,10 @@ class IndexedEntries:
 class FixedEntries:
     """`IndexedEntries` in steps that change nothing but contents of tensors.
 
-    How many tokens there are is known on the device alone; shapes follow from how many the buffers
-    can hold. It has what `PaddedEntries` shows to those who attend.
+    How many tokens there are is known on the device alone; shapes follow from the buffers.
 
     Attributes:
-        of: whose tables and index these are.
+        of: whose reader, rows, index and tables these are.
         capacity: slots of the layer.
         most: tokens to choose from once all slots are taken.
         slot: (1, 1, 1) int64, where the running step's token is stored.
@@ -145,32 +136,15 @@ class FixedEntries:
     def __init__(self, of: IndexedEntries, device: torch.device, capacity: int) -> None:
         self.of, self.capacity = of, capacity
         self.most = room = of.make_room(capacity)
+        assert isinstance(of.reader, RowsRead), "a static step was not allowed"
+        self.reader, self.rows = of.reader, of.rows
+        self.index, self.tables = of.index, of.tables or {}
         self.sizes = _numbers([of.reader], device)
         if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
             room = -(-room // self.sizes["page"].most) * self.sizes["page"].most
         self.tokens = PerRow.of([room], device)
         with torch.inference_mode(False):
             self.slot, self.at = torch.zeros_like(self.tokens.tensor), self.tokens.tensor - 1
-
-    @property
-    def reader(self) -> RowsRead:
-        """The reader with all its sizes."""
-        return self.of.reader  # type: ignore[return-value]
-
-    @property
-    def index(self) -> Tensor | None:
-        """The slots of the tokens, as of `IndexedEntries`."""
-        return self.of.index
-
-    @property
-    def tables(self) -> State:
-        """The reader's."""
-        return self.of.tables or {}
-
-    @property
-    def rows(self) -> slice:
-        """Which of the layer's batch entries: all."""
-        return self.of.rows
 
     def begin(self) -> None:
         """Copy the host's numbers to the device."""

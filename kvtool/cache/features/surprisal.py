@@ -1,9 +1,8 @@
 """The surprisal of every kept token, one number for all layers, and the cuts that use it.
 
 Layers of free budget hold the same tokens in the same slots, so one table serves them all. Before a
-forward `begin_forward` cuts every layer, so that the new tokens fit; after it `end_forward` reads
-the logits, which say how unexpected the forward's tokens were. The logits of the last token stay
-until the next token is known, whose surprisal they give.
+forward every layer is cut, so that the new tokens fit. After it the logits say how unexpected they
+were; those of the last token stay until the next token is known.
 """
 
 from __future__ import annotations
@@ -124,11 +123,7 @@ class Surprisals(CachePart):
         return cls(free, policy.score) if isinstance(policy.score, SirLLM) and free else None
 
     def check_tokens(self, decoding: bool) -> None:
-        """Refuse tokens of a forward that will show no logits.
-
-        Raises:
-            KvtoolError: the forward was not announced.
-        """
+        """Refuse tokens of a forward that will show no logits (KvtoolError)."""
         if self.arriving is None:
             raise KvtoolError(
                 f"policy `{self._score.name}` goes by the logits of the model, "
@@ -302,7 +297,9 @@ class Surprisals(CachePart):
         file.take("state.next_logits", logits, floats, unknown=True)
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        self.fill(*(tensors[f"state.{name}"].to(device) for name in ("surprisal", "next_logits")))
+        scores, own = tensors["state.surprisal"], self._layers[0].slots.device
+        self.table = _buffer(scores[:, None].to(own), scores.shape[1])
+        self.next_logits = tensors["state.next_logits"].to(device)
 
     def by_position(self) -> tuple[Tensor, Tensor]:
         """Surprisals in ascending position, (batch, kept), and the logits that wait."""
@@ -310,12 +307,6 @@ class Surprisals(CachePart):
         order = ascending(slots.stored_positions()[:, :1])[..., : slots.kept]
         assert self.next_logits is not None, "something has been read"
         return self._state()["surprisal"].gather(2, order)[:, 0], self.next_logits
-
-    def fill(self, scores: Tensor, next_logits: Tensor) -> None:
-        """Take what a file holds; see `by_position`."""
-        device = self._layers[0].slots.device
-        self.table = _buffer(scores[:, None].to(device), scores.shape[1])
-        self.next_logits = next_logits
 
 
 def _buffer(content: Tensor, slots: int) -> Tensor:

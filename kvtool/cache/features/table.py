@@ -16,7 +16,7 @@ from kvtool.cache.features.shown import HiddenNumbers, Parents, Projection
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.features.surprisal import Surprisals
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import CutSchedule, LayerSite, Part, Refusing
+from kvtool.cache.slots.part import CutSchedule, LayerSite, Part
 from kvtool.policies.policy import Policy
 
 FEATURES: tuple[type[Part], ...] = (
@@ -41,9 +41,9 @@ OF_CACHES: tuple[type[CachePart], ...] = (Repetition, Surprisals)
 """The features that keep something for all layers of a cache."""
 
 
-def features_of(policy: Policy) -> list[Refusing]:
+def features_of(policy: Policy) -> list[Part | type[CachePart]]:
     """Return what a policy's features keep in a layer that none of them skips, and in a cache."""
-    parts: list[Refusing] = [*make_parts(LayerSite(policy, sys.maxsize))]
+    parts: list[Part | type[CachePart]] = [*make_parts(LayerSite(policy, sys.maxsize))]
     return parts + [feature for feature in OF_CACHES if feature.serves(policy)]
 
 

@@ -57,20 +57,11 @@ class Trace(Part):
         self.ranks = _put(self.ranks, positions, ranks)
 
     def note_merged(self, positions: Tensor, merged: Tensor) -> None:
-        """Note which tokens have gone into those that stay.
-
-        Args:
-            positions: (batch, kv_heads, evicted), -1 where a head loses fewer.
-            merged: bool (batch, kv_heads, evicted).
-        """
+        """Note which evicted tokens, (batch, kv_heads, evicted), have gone into those that stay."""
         self.merged = _put(self.merged, positions, merged)
 
     def note_reads(self, positions: list[Tensor]) -> None:
-        """Note what a decoded token has read.
-
-        Args:
-            positions: of each batch entry in turn, (entries, kv_heads, read), -1 = none.
-        """
+        """Note what a token has read of each entry, (entries, kv_heads, read), -1 = none."""
         width = max((int(each.max()) + 1 for each in positions if each.numel()), default=0)
         parts = []
         for each in positions:
@@ -83,11 +74,7 @@ class Trace(Part):
 
 
 def rank_bytes(importance: Tensor, positions: Tensor, protected: Tensor | None) -> Tensor:
-    """Rank the tokens of each head: 1 for the least important, 255 for the most, 0 where none is.
-
-    Args:
-        importance, positions, protected: as for `Trace.note_scores`.
-    """
+    """Rank the tokens of each head: 1 for the least important, 255 for the most, 0 for none."""
     stored = positions >= 0
     key = importance.float()
     if protected is not None:

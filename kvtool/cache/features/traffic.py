@@ -26,13 +26,10 @@ NAME = "key_basis"
 
 
 def read_basis(path: str) -> Tensor:
-    """Read the bases of all layers.
+    """Read the bases of all layers (UsageError: no such file, or one that was changed).
 
     Returns:
         (layers, kv_heads, head_dim, head_dim), a direction a column, NaN for layers without one.
-
-    Raises:
-        UsageError: no such file, none with key bases, or one that was changed.
     """
     return read_heads(path, (NAME,), policy="loki", what="key bases")[NAME]
 
@@ -121,22 +118,14 @@ class TrafficBudgets:
         return self._stages[length]
 
     def stored(self, layer: SlotLayer, length: int) -> int:
-        """What stage 1 of RocketKV leaves of a prompt.
-
-        Raises:
-            UsageError: a budget too small for its plan.
-        """
+        """What stage 1 of RocketKV leaves of a prompt (UsageError: too small a budget)."""
         stages = self.stages(length)
         if stages is not None:
             return min(length, stages.kept[self.layers.index(layer)])
         return tokens_left(self.policy, self.pairs(layer, length), length, self.reserved())
 
     def reader(self, layer: SlotLayer, row: int, stored: int) -> tuple[Read, int]:
-        """The reader of a sequence with all its sizes, and the pairs that a step may read of it.
-
-        Args:
-            stored: tokens that the sequence held when its prompt ended.
-        """
+        """The reader of a sequence that held `stored` tokens, and the pairs it may read."""
         length = self.end(row) if self.policy.budget_is_traffic else stored
         pairs, head_dim = self.pairs(layer, length), layer.slots.keys.shape[-1]
         stages = self.stages(length)
@@ -147,11 +136,7 @@ class TrafficBudgets:
         return reader, pairs
 
     def basis(self, layer: SlotLayer) -> Tensor | None:
-        """The key basis of a layer, (kv_heads, head_dim, head_dim), from the reader's file.
-
-        Raises:
-            UsageError: the file is of another model.
-        """
+        """The key basis of a layer, (kv_heads, head_dim, head_dim) (UsageError: none of it)."""
         if self._bases is None:
             return None
         dim = layer.slots.keys.shape[-1]

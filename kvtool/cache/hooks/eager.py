@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.steps.block import Block, RowWatcher, vote_weights
-from kvtool.cache.steps.call import AttendedToken, PendingStep, take_pending
+from kvtool.cache.steps.call import AttendedToken, take_pending
 from kvtool.cache.steps.masked import as_bias, check_order, check_shape
 from kvtool.cache.steps.step import end_token, run_block
 from kvtool.cache.steps.view import (
@@ -36,11 +36,7 @@ _LOCAL = threading.local()
 
 
 def install(model: PreTrainedModel) -> list:
-    """Hook every attention module.
-
-    Returns:
-        Handles whose `remove` undoes it.
-    """
+    """Hook every attention module."""
     modules = [
         module
         for name, module in model.named_modules()
@@ -109,11 +105,7 @@ def _callers_mask(layer: SlotLayer, mask: Tensor, hidden: Tensor, heads: int) ->
 def _new_positions(
     layer: SlotLayer, mask: Tensor | None, q_len: int, decoding: bool
 ) -> Tensor | None:
-    """Positions of the new tokens, None where no sequence is padded.
-
-    They follow from the model's own mask: its last query sees every new token that is not padding.
-    In a static step no sequence is padded, and the mask says nothing.
-    """
+    """Positions of the new tokens, None where no sequence is padded."""
     if mask is None or layer.seen_device is not None or (decoding and not layer.padded):
         return None
     valid = mask[:, 0, -1, -q_len:]
@@ -154,8 +146,7 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
     weights = output[1].float().unsqueeze(2)  # (batch, heads, 1, q_len, keys)
     step, masked = take_pending(weights.shape[-1]), _LOCAL.masked
     _LOCAL.masked = None
-    if step is None:
-        raise RuntimeError("an attention module ran without its cache")
+    assert step is not None, "the module has updated its cache"
     layer = step.layer
     if step.decoding:
         layer.enter_token(masked.positions)
@@ -165,7 +156,8 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         end_token(layer, token, step.raw_value, step.context.group)
         return
     cache.begin_block(layer, weights.shape[1], masked.positions, weights.shape[3])
-    run_block(layer, SeenBlock(step, weights, masked, output[0]), weights.shape[3])
+    seen, raw = SeenBlock(weights, masked.visible, output[0]), (step.raw_key, step.raw_value)
+    run_block(layer, seen, masked.positions, raw, step.raw_value, weights.shape[3])
     cache.end_block(layer)
 
 
@@ -186,31 +178,14 @@ class SeenBlock:
     """A block that the model's own eager attention has attended.
 
     Attributes:
-        step: what the cache has taken in.
         weights: (batch, heads, 1, q_len, keys) float32.
-        masked: what they were masked by.
+        visible: as of `Masked`.
         out: what the module returned.
     """
 
-    step: PendingStep
     weights: Tensor
-    masked: Masked
+    visible: Tensor
     out: Tensor
-
-    @property
-    def positions(self) -> Tensor | None:
-        """(batch, q_len), -1 = padding; None: nothing is padded."""
-        return self.masked.positions
-
-    @property
-    def value(self) -> Tensor:
-        """Values as they are attended."""
-        return self.step.raw_value
-
-    @property
-    def raw(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are stored."""
-        return self.step.raw_key, self.step.raw_value
 
     def placed(self, layer: SlotLayer, block: Block) -> SeenBlock:
         """The same: such models place their keys themselves."""
@@ -221,7 +196,7 @@ class SeenBlock:
         if observed:
             watch = RowWatcher(layer, block)
             valid = block.new >= 0 if layer.padded else None
-            watch.see(make_rows(layer, self.weights, self.masked.visible[:, :, 0], valid))
+            watch.see(make_rows(layer, self.weights, self.visible[:, :, 0], valid))
             watch.end()
         return self.out
 

@@ -121,10 +121,6 @@ class SlotBuffers(SlotMemory):
         """What the used slots hold of keys and values, not copied."""
         return {name: tensor.narrow(2, 0, self.used) for name, tensor in self.stored.items()}
 
-    def part(self, slots: slice) -> Stored:
-        """What some slots hold of keys and values, not copied."""
-        return {name: tensor[:, :, slots] for name, tensor in self.stored.items()}
-
     def sorted_slots(self) -> Slots:
         """Copies of what the kept slots hold, in ascending position, empty ones last."""
         positions, used = self.stored_positions(), slice(0, self.used)

@@ -1,7 +1,4 @@
-"""Count the tokens that a layer has seen, on the host, and by batch entry where they differ.
-
-`BatchLayer` has what transformers does with the batch entries of a layer (reorder, repeat, select).
-"""
+"""Count the tokens that a layer has seen, on the host, and by batch entry where they differ."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 
 class Addresses:
@@ -61,12 +57,7 @@ class TokenCounts:
             self.lengths = torch.full((batch,), self.seen, device=device)
 
     def count_block(self, tokens: int, valid: Tensor | None = None) -> None:
-        """Count a block.
-
-        Args:
-            tokens: of the block, padding included.
-            valid: (batch,) its tokens without padding, where batch entries are counted apart.
-        """
+        """Count a block of `tokens`, padding included, and (batch,) `valid` ones of each entry."""
         self.seen += tokens
         if valid is not None and self.lengths is not None:
             self.lengths = self.lengths + valid
@@ -120,42 +111,3 @@ class TokenCounts:
         """
         self.seen_device = None
         self.seen -= not ran
-
-
-class BatchLayer(CacheLayerMixin):
-    """A layer whose tensors follow the batch entries, and whose last tokens may be taken back."""
-
-    is_compileable = False
-
-    @property
-    def is_croppable(self) -> bool:
-        """Whether the last token can be taken back; transformers 5.24 asks before it tries."""
-        return self.why_no_crop(1) is None
-
-    def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Let everything follow the batch entries, by what is done to a tensor of theirs."""
-        raise NotImplementedError
-
-    def get_max_length(self) -> int:
-        return -1
-
-    def why_no_crop(self, tokens: int) -> str | None:
-        """Say why the last tokens cannot be taken back; None: they can."""
-        raise NotImplementedError
-
-    def cut_off(self, tokens: int) -> None:
-        """Take the last tokens back."""
-        raise NotImplementedError
-
-    def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove:  # which the cache has checked
-            self.cut_off(abs(tokens_to_remove))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.reindex(lambda t: t.index_select(0, beam_idx.to(t.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.reindex(lambda t: t.repeat_interleave(repeats, 0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reindex(lambda t: t[indices.to(t.device)])

@@ -11,17 +11,17 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from torch import Tensor
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.cache.slots.buffers import Ragged, SlotBuffers, Slots
-from kvtool.cache.slots.counts import BatchLayer, TokenCounts
+from kvtool.cache.slots.counts import TokenCounts
 from kvtool.cache.slots.memory import ByteMeter, Growth, LayerBudget, Sizing
 from kvtool.cache.slots.part import Part, Parts
 from kvtool.cache.slots.slot_form import Form, make_form
 from kvtool.policies.policy import Policy
 
 
-class SlotLayer(TokenCounts, BatchLayer):
+class SlotLayer(TokenCounts, CacheLayerMixin):
     """One attention layer of the cache.
 
     Attributes:
@@ -42,6 +42,7 @@ class SlotLayer(TokenCounts, BatchLayer):
     copy is one to go back to.
     """
 
+    is_compileable = False
     slots: SlotBuffers
     chunked = False  # whether windows are side by side in place of sliding
 
@@ -137,12 +138,30 @@ class SlotLayer(TokenCounts, BatchLayer):
         self.slots.write(key, value, static=self.seen_device is not None)
         return self.slots.attended(as_codes=self.attends_codes)
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the last token can be taken back; transformers 5.24 asks before it tries."""
+        return self.why_no_crop() is None
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.reindex(lambda t: t.index_select(0, beam_idx.to(t.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reindex(lambda t: t.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reindex(lambda t: t[indices.to(t.device)])
+
     def reset(self) -> None:
         self._clear(self.sizing.meter)
         for part in self.parts.values():
             part.clear()
 
     def reindex(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Let everything follow the batch entries, by what is done to a tensor of theirs."""
         if not self.is_initialized:
             return
         ragged = self.ragged
@@ -162,11 +181,6 @@ class SlotLayer(TokenCounts, BatchLayer):
     def stores(self) -> list[SlotLayer]:
         """The layers that hold the slots: itself, or the buckets of its heads."""
         return [self] if self.ragged is None else self.ragged.buckets
-
-    @property
-    def stores_in_use(self) -> list[SlotLayer]:
-        """The same; none before the first token."""
-        return self.stores if self.is_initialized else []
 
     @property
     def keys(self) -> Tensor | None:
@@ -241,13 +255,9 @@ class SlotLayer(TokenCounts, BatchLayer):
     def expect(self, tokens: int) -> None:
         """Say how many tokens will be decoded, and give back the memory that is not for them."""
         for store in self.stores:
-            store.expect_slots(store.slots.used + tokens)
-
-    def expect_slots(self, slots: int) -> None:
-        """Say how many slots will be in use, and give back the memory of the others."""
-        self._set_growth(replace(self.sizing.growth, expected=slots))
-        full = not self.appends and self.slots.used >= self.budget.min_budget
-        self.slots.trim(full=full)
+            used = store.slots.used
+            store._set_growth(replace(store.sizing.growth, expected=used + tokens))
+            store.slots.trim(full=not store.appends and used >= store.budget.min_budget)
 
     def _set_growth(self, growth: Growth) -> None:
         self.sizing = replace(self.sizing, growth=growth)
@@ -281,17 +291,13 @@ class SlotLayer(TokenCounts, BatchLayer):
         if self.ragged is None and not slots.grouped:
             slots.place(position)
 
-    def why_no_crop(self, tokens: int) -> str | None:
+    def why_no_crop(self) -> str | None:
         """Say why the last tokens cannot be taken back; None: they can."""
         if not self.is_initialized:
             return None
         if self.window is not None:
-            lost = self.slots.kept < self.seen
-            return (
-                "its sliding windows have let tokens go that would be back in them"
-                if lost
-                else None
-            )
+            why = "its sliding windows have let tokens go that would be back in them"
+            return why if self.slots.kept < self.seen else None
         if not self.policy.attends_all:
             reader = self.policy.reader
             if reader is not None and self.policy.stores_all:
@@ -303,8 +309,9 @@ class SlotLayer(TokenCounts, BatchLayer):
             return "the padding of its batch is not where it was"
         return None
 
-    def cut_off(self, tokens: int) -> None:
-        """Take the last tokens back, in a layer that still has all before them."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last tokens back, in a layer of which the cache has asked `why_no_crop`."""
+        tokens = abs(tokens_to_remove)
         if not self.is_initialized:
             return
         self.compact()
@@ -378,7 +385,7 @@ class HybridSlotLayer(LinearAttentionLayer, SlotLayer):
         LinearAttentionLayer.reorder_cache(self, beam_idx)
         SlotLayer.reorder_cache(self, beam_idx)
 
-    def why_no_crop(self, tokens: int) -> str | None:
+    def why_no_crop(self) -> str | None:
         return "its recurrence does not go back"
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -141,12 +141,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Sizing:
-    """How the buffers of a layer are sized, and what counts their bytes.
-
-    Attributes:
-        growth: the capacity that they take.
-        meter: counts the bytes of all layers.
-    """
+    """How the buffers of a layer grow, and what counts the bytes of all layers."""
 
     growth: Growth
     meter: ByteMeter
@@ -227,11 +222,6 @@ class SlotMemory:
     def token_bytes(self) -> int:
         """Bytes of the key and value of one token in one KV head, as they are stored."""
         return sum(t.shape[-1] * t.element_size() for t in self.stored.values())
-
-    @property
-    def full_token_bytes(self) -> int:
-        """The same in the dtype of the model."""
-        return self.form.full_token_bytes
 
     @property
     def state_bytes(self) -> int:

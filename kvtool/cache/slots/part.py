@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,12 +30,6 @@ Correction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """What becomes of an output. It takes some queries of a block, from a row on, or of a decoded
 token, (batch, heads, rows, head_dim); their output over the slots, (batch, heads, rows, value_dim),
 and its log-sum-exp, (batch, kv_heads, group, rows) float32; and the first row."""
-
-
-class HasParts(Protocol):
-    """A layer, as far as its parts can be found."""
-
-    parts: Parts
 
 
 @dataclass(frozen=True)
@@ -122,9 +116,9 @@ class Part:
         cls.hooks = tuple(own)
 
     @classmethod
-    def of(cls, layer: HasParts) -> Self | None:
+    def of(cls, layer: Any) -> Self | None:
         """Return the part of this kind that a layer has, None if it has none."""
-        part = layer.parts.get(cls.name)
+        part: object = layer.parts.get(cls.name)
         return part if isinstance(part, cls) else None
 
     @classmethod
@@ -344,13 +338,6 @@ class Parts(dict[str, Part]):
                 self.later = part
 
 
-class Refusing(Protocol):
-    """A feature, as far as it says what it does not work with."""
-
-    @property
-    def refusals(self) -> Mapping[str, str]: ...
-
-
 REFUSALS = {
     "eager": "a model whose own eager attention runs: the whole error",
     "latents": "keys that are stored in another form than they are attended: what needs them",
@@ -361,7 +348,7 @@ REFUSALS = {
 """What features may refuse, and which part of the error they say."""
 
 
-def refusal(features: Iterable[Refusing], what: str, policy: Policy, model: str = "") -> str | None:
+def refusal(features: Iterable[Any], what: str, policy: Policy, model: str = "") -> str | None:
     """Say why features refuse something; None: they do not.
 
     Args:
@@ -370,7 +357,7 @@ def refusal(features: Iterable[Refusing], what: str, policy: Policy, model: str 
     """
     for feature in features:
         if what in feature.refusals:
-            return feature.refusals[what].format(policy=policy, model=model)
+            return str(feature.refusals[what]).format(policy=policy, model=model)
     return None
 
 
@@ -382,7 +369,8 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 class CutSchedule(Part):
     """How many tokens a layer will have seen when it is cut next.
 
-    Nothing is counted while tokens are decoded: the layer counts what it has seen.
+    When a layer is cut decides how many slots it reserves, which layers are grouped, and whether a
+    token needs its weights. So the steps ask for this part by name.
 
     Attributes:
         spare: tokens above the budget at which a batch entry is cut.
@@ -419,12 +407,6 @@ class CutSchedule(Part):
         return 0 if self.until is None else max(0, self.until - seen)
 
     def count(self, held: int | Tensor, budget: int | Tensor, seen: int) -> None:
-        """Count anew; a device sync where entries differ.
-
-        Args:
-            held: tokens of each entry or head.
-            budget: of each.
-            seen: tokens that the layer has seen.
-        """
+        """Count anew what entries or heads hold; a device sync where they differ."""
         left = budget + self.spare - held
         self.until = seen + max(0, int(left.min()) if isinstance(left, Tensor) else left)

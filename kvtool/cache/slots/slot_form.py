@@ -250,12 +250,7 @@ class CodedForm(Form):
 
 
 def make_form(codec: Codec | None, layer: int, keys: Tensor, values: Tensor) -> Form:
-    """Make the form of a layer's slots.
-
-    Args:
-        layer: index in the model.
-        keys, values: like those to store, (batch, kv_heads, tokens, dim).
-    """
+    """Make the form of slots of the layer `layer` of the model, for keys and values like these."""
     return Form(keys, values) if codec is None else CodedForm(codec, layer, keys, values)
 
 

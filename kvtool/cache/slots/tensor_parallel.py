@@ -78,9 +78,6 @@ def heads_of_layer(
     Args:
         shape: what the layer stores in all processes together.
         query_heads, kv_heads: that this process has, the latter as they are cached.
-
-    Raises:
-        KvtoolError: the query heads are split and what is cached is not.
     """
     if shards.processes == 1 or query_heads == config.num_attention_heads:
         return ALL_HERE

@@ -2,8 +2,7 @@
 
 Slots that hold codes are dequantised slice by slice, never all in float. Where vectors are rotated
 before they are rounded, the query is rotated in place of the keys, and the output is rotated back
-once. Keys that are placed anew are rotated back instead, since a rotation of another kind places
-them.
+once. Keys that are placed anew are rotated back instead.
 """
 
 from __future__ import annotations
@@ -46,22 +45,17 @@ def attend_codes(
     observed: bool = False,
     needs_lse: bool = False,
 ) -> AttendedToken:
-    """Attend the slots in use by a token that is among them.
+    """Attend the codes in the slots in use by a token that is among them.
 
     Args:
-        layer: whose slots hold codes.
-        call: of the decoded token; its keys and values are not looked at.
         stored: what the slots in use hold.
         visible: as for `attention_weights`.
         observed: whether the policy wants the weights.
-        needs_lse: whether the log-sum-exp is needed.
     """
     form = layer.slots.form
     assert isinstance(form, CodedForm), "these slots hold codes"
-    products, sinks, lse = _products(layer, form, call, stored), call.sinks, None
-    if sinks is not None and sinks.dim() == 1:
-        sinks = sinks.view(products.shape[1], -1)
-    how = call.scale, visible, call.softcap, sinks
+    products, lse = _products(layer, form, call, stored), None
+    how = call.scale, visible, call.softcap, call.sinks
     if needs_lse:
         weights, lse = weights_lse_of_products(products, *how)
     else:
@@ -159,12 +153,11 @@ def _attend_weighed(
     """Attend by weights in full, which the policy sees if it observes."""
     batch, heads = call.key.shape[:2]
     grouped, lse = call.query.view(batch, heads, -1, 1, call.query.shape[-1]), None
-    sinks = None if call.sinks is None else _grouped_sinks(call.sinks, heads)
-    products = dot_products(grouped, call.key)
+    products, how = dot_products(grouped, call.key), (call.scale, visible, call.softcap, call.sinks)
     if needs_lse:
-        weights, lse = weights_lse_of_products(products, call.scale, visible, call.softcap, sinks)
+        weights, lse = weights_lse_of_products(products, *how)
     else:
-        weights = weights_of_products(products, call.scale, visible, call.softcap, sinks)
+        weights = weights_of_products(products, *how)
     rows = decode_rows(layer, weights, call.positions) if observed else None
     return AttendedToken(weighted_values(weights, call.value), lse, rows)
 
@@ -202,14 +195,9 @@ def attend_unseen(call: Call, visible: Tensor | None, *, explicit: bool) -> Tens
 
 def call_weights(call: Call, query: Tensor, key: Tensor, visible: Tensor | None) -> Tensor:
     """Weights by the heads of the attention: (batch, heads, group, rows, keys) float32."""
-    heads = key.shape[1]
+    grouped = group_queries(query, key.shape[1])
     return attention_weights(
-        group_queries(query, heads),
-        key,
-        scale=call.scale,
-        visible=visible,
-        softcap=call.softcap,
-        sinks=None if call.sinks is None else _grouped_sinks(call.sinks, heads),
+        grouped, key, scale=call.scale, visible=visible, softcap=call.softcap, sinks=call.sinks
     )
 
 
@@ -217,19 +205,10 @@ def call_weights_lse(
     call: Call, query: Tensor, key: Tensor, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The same weights, and their log-sum-exp, (batch, heads, group, rows)."""
-    heads = key.shape[1]
+    grouped = group_queries(query, key.shape[1])
     return attention_weights_lse(
-        group_queries(query, heads),
-        key,
-        scale=call.scale,
-        visible=visible,
-        softcap=call.softcap,
-        sinks=None if call.sinks is None else _grouped_sinks(call.sinks, heads),
+        grouped, key, scale=call.scale, visible=visible, softcap=call.softcap, sinks=call.sinks
     )
-
-
-def _grouped_sinks(sinks: Tensor, heads: int) -> Tensor:
-    return sinks.view(heads, -1) if sinks.dim() == 1 else sinks
 
 
 def packed_attention(

@@ -1,14 +1,10 @@
 """Attention of a block by the kernel that fits: fused, flash, Triton, or weights in full.
 
 Queries go in chunks, so that nothing of size prompt x prompt is ever held. A fused kernel of a CPU
-attends a whole prompt, and its log-sum-exp gives the column sums: together they compute what
-`explicit_block` and the policy's `observe` compute. Policies whose last queries vote get the
-attention of a prompt's last queries.
+attends a whole prompt, and its log-sum-exp gives the column sums.
 
-A layer may read the keys and values of an earlier one. It then sees what that layer has seen in the
-same forward: of a prompt the kept slots and the whole block, of a decoded token the kept slots and
-the token. It stores nothing, and its attention is no evidence: a prompt is cut, and a slot chosen,
-when the layer that owns the keys has run.
+A layer may read the keys and values of an earlier one. It sees what that layer has seen in the same
+forward, stores nothing, and its attention is no evidence.
 """
 
 from __future__ import annotations
@@ -42,7 +38,8 @@ from kvtool.maths.statistics import add_causal_columns
 from kvtool.policies.evidence import AttentionRows
 from kvtool.sizes import LONG_PROMPT
 
-_ROWS_AT_ONCE = 128  # queries whose weights are held at a time
+_EXPLICIT_ROWS = 128  # queries whose weights are held at a time
+_MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
 
 
 def last_of_prompt(layer: SlotLayer, call: Call, block: Block) -> tuple[Tensor, Tensor]:
@@ -70,8 +67,8 @@ def last_rows(layer: SlotLayer, call: Call, block: Block) -> AttentionRows:
     if weights is None:
         return _rows_of(layer, call, query, new, visible(new, spans=spans))
     votes = []
-    for start in range(0, new.shape[1], _ROWS_AT_ONCE):
-        part = slice(start, start + _ROWS_AT_ONCE)
+    for start in range(0, new.shape[1], _EXPLICIT_ROWS):
+        part = slice(start, start + _EXPLICIT_ROWS)
         own = None if spans is None else spans[:, part]
         seen = visible(new[:, part], spans=own)
         rows = _rows_of(layer, call, query[:, :, part], new[:, part], seen)
@@ -129,7 +126,7 @@ def sum_block(layer: SlotLayer, call: Call, block: Block) -> Tensor:
     """
     out, lse = attend_with_norms(layer, call, block)
     if call.context.norms is not None:
-        call.context.norms.note(lse)
+        call.context.norms.append(lse)
     batch, kv_heads, slots = call.key.shape[:3]
     sums = {name: block.state[name] for name in layer.policy.columns}
     waiting, by_head = block.waiting, None
@@ -191,30 +188,11 @@ def _token_columns(new: Tensor) -> list[slice]:
     return [slice(start, start + held) for start, held in zip(first, count, strict=True)]
 
 
-_EXPLICIT_ROWS = 128  # queries whose weights are held at a time
-_MASKED_ROWS = 1024  # queries whose boolean mask is held at a time
-
-
 @dataclass(frozen=True)
 class OwnBlock:
     """A block that kvtool attends by itself."""
 
     call: Call
-
-    @property
-    def positions(self) -> Tensor | None:
-        """(batch, q_len), -1 = padding; None: nothing is padded."""
-        return self.call.positions
-
-    @property
-    def value(self) -> Tensor:
-        """Values as they are attended, (batch, heads of the attention, slots, value_dim)."""
-        return self.call.value
-
-    @property
-    def raw(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are stored, (batch, kv_heads, slots, dim)."""
-        return self.call.raw_key, self.call.raw_value
 
     def placed(self, layer: SlotLayer, block: Block) -> OwnBlock:
         """The same with keys and queries at their places among the kept tokens."""

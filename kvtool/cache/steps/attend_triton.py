@@ -6,7 +6,7 @@ What it computes is what `explicit_block`, or explicit weights of a decoded toke
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,11 +98,9 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         call.value,
         new,
         stored,
-        sinks=_sinks(call, len(call.query)),
         in_order=not layer.padded,
-        scale=scale,
         window=window,
-        softcap=softcap,
+        **_how(call, batch),
         counted=observed and "above_average" in layer.policy.columns,
     )
     if not observed:
@@ -136,14 +134,16 @@ def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
     ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
     state = used_state(layer)
     sums = {name: state[name] for name in layer.policy.columns}
-    run = partial(_over_codes, slots) if layer.attends_codes else _over_numbers
-    out, weights = run(
-        call,
-        positions,
-        sums,
-        valid=None if valid is None else valid[:, 0],
-        weights=ranked and decode_needs_rows(layer),
-    )
+    how = _how(call, len(call.query)) | {
+        "valid": None if valid is None else valid[:, 0],
+        "weights": ranked and decode_needs_rows(layer),
+    }
+    if layer.attends_codes:
+        out, weights = _over_codes(slots, call, positions, sums, how)
+    else:
+        from kvtool.kernels.attend_slots import attend_slots
+
+        out, weights = attend_slots(call.query, call.key, call.value, positions, sums, **how)
     if weights is None:
         return AttendedToken(out, counted=True)
     grouped = weights.view(len(weights), slots.kv_heads, -1, 1, weights.shape[-1])
@@ -151,34 +151,8 @@ def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
     return AttendedToken(out, rows=AttentionRows(grouped, visible, valid), counted=True)
 
 
-def _over_numbers(
-    call: Call, positions: Tensor | None, sums: State, *, valid: Tensor | None, weights: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend keys and values as they are."""
-    from kvtool.kernels.attend_slots import attend_slots
-
-    return attend_slots(
-        call.query,
-        call.key,
-        call.value,
-        positions,
-        sums,
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=_sinks(call, len(call.query)),
-        valid=valid,
-        weights=weights,
-    )
-
-
 def _over_codes(
-    slots: SlotBuffers,
-    call: Call,
-    positions: Tensor | None,
-    sums: State,
-    *,
-    valid: Tensor | None,
-    weights: bool,
+    slots: SlotBuffers, call: Call, positions: Tensor | None, sums: State, how: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Attend codes, by a query that is rotated as keys are; rotate the output back as values."""
     from kvtool.kernels.attend_codes import attend_codes
@@ -199,11 +173,7 @@ def _over_codes(
         sums,
         forms=form.kernel_forms,
         value_dim=form.sample[1].shape[-1],
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=_sinks(call, len(query)),
-        valid=valid,
-        weights=weights,
+        **how,
     )
     return out if of_values is None else of_values.rotate_back(out).to(query.dtype), found
 
@@ -230,23 +200,14 @@ def attend_chosen(
     """
     from kvtool.kernels.attend_slots import attend_slots
 
-    lists = slots.flatten(1, -2)
-    out, _ = attend_slots(
-        query,
-        keys,
-        values,
-        lists if padded else None,
-        {},
-        scale=call.scale,
-        softcap=call.softcap,
-        sinks=_sinks(call, len(query)),
-        chosen=lists.clamp(min=0) if padded else lists,
-    )
-    return out
+    lists, how = slots.flatten(1, -2), _how(call, len(query))
+    stands, there = (lists, lists.clamp(min=0)) if padded else (None, lists)
+    return attend_slots(query, keys, values, stands, {}, chosen=there, **how)[0]
 
 
-def _sinks(call: Call, batch: int) -> Tensor | None:
-    """Sinks as (batch, heads)."""
-    if call.sinks is None:
-        return None
-    return call.sinks.expand(batch, -1) if call.sinks.dim() == 1 else call.sinks.reshape(batch, -1)
+def _how(call: Call, batch: int) -> dict[str, Any]:
+    """How a call's logits are made, with sinks as (batch, heads)."""
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks.reshape(-1, call.query.shape[1]).expand(batch, -1)
+    return {"scale": call.scale, "softcap": call.softcap, "sinks": sinks}

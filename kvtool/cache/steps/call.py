@@ -4,8 +4,6 @@ Transformers calls `Cache.update` and then the attention function, in the same f
 and passes nothing from the first to the second. So `update` leaves a pending step in its thread,
 and the attention function takes it. The mask function finds its layer in the same way, set by
 `get_mask_sizes`, which runs right before it.
-
-A measurement that sums the weights of a prompt's rows finds here the divisors of their softmax.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -23,21 +21,6 @@ from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.errors import KvtoolError
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count
-
-
-class RowNorms:
-    """The log-sum-exp of the rows of a block, where the kernel that attended it returns it.
-
-    Attributes:
-        lse: (batch, heads, q_len) float32; None: not returned.
-    """
-
-    def __init__(self) -> None:
-        self.lse: Tensor | None = None
-
-    def note(self, lse: Tensor) -> None:
-        """Keep the log-sum-exp of the block that has been attended."""
-        self.lse = lse
 
 
 @dataclass(frozen=True)
@@ -54,10 +37,6 @@ class Placement:
     seen: int | None
     start: Count
     end: int
-
-    def follows(self, layer: SlotLayer) -> bool:
-        """Whether the forward is the one that comes next to a layer."""
-        return layer.seen_device is not None or self.seen == layer.seen
 
     def after(self, tokens: int) -> Placement:
         """The same for the new tokens without the first ones."""
@@ -88,10 +67,10 @@ class StepContext:
         group: the layers that this one decides with; None: it decides alone.
         notify: whether the cache wants to know when the step has run.
         shares_kv: whether later layers read the keys and values of this one.
-        norms: takes the log-sum-exp of a whole prompt's rows, where a kernel can return them; None:
-            not asked for.
+        norms: takes the log-sum-exp of a whole prompt's rows, (batch, heads, q_len) float32, where
+            a kernel can return it; None: not asked for.
         unstored: attends tokens that are not stored; None: they are.
-        hidden: (batch, q_len, hidden_size), what has entered the attention; None: nobody asked.
+        hidden: (batch, q_len, hidden_size), what has entered the attention; None: not asked for.
     """
 
     kernel: str = "sdpa"
@@ -101,16 +80,12 @@ class StepContext:
     group: LayerGroup | None = None
     notify: bool = True
     shares_kv: bool = False
-    norms: RowNorms | None = None
+    norms: list[Tensor] | None = None
     unstored: Unstored | None = None
     hidden: Tensor | None = None
 
     def shown_hidden(self) -> Tensor:
-        """Return the hidden states.
-
-        Raises:
-            KvtoolError: no forward of an attached model has brought them.
-        """
+        """Return the hidden states (KvtoolError: no attached forward has brought them)."""
         if self.hidden is None:
             raise KvtoolError(
                 "the model has shown no hidden states to this cache",
@@ -132,7 +107,7 @@ class Call:
             nothing is padded.
         spans: (batch, q_len, 2) int64 positions of the first and the last new token that a query
             sees, beside those before it: images are seen from both sides; None: none.
-        scale, softcap, sinks: as for `attention_weights`; the sinks of a whole layer as (heads,).
+        scale, softcap, sinks: as for `attention_weights`.
         context: what the forward is like; no default, which torch 2.11 cannot compile.
         mask: what a caller wants queries to see, in place of all tokens before them: bool, or float
             to be added, (batch or 1, heads or 1, q_len or 1, keys), keys as they came. None: the
@@ -166,11 +141,6 @@ class Call:
         return self.query.shape[2]
 
     @property
-    def latent(self) -> bool:
-        """Whether keys are attended in another form than they are stored in."""
-        return self.key is not self.raw_key
-
-    @property
     def needs_weights(self) -> bool:
         """Whether no fused kernel can run this call."""
         eager = self.context.kernel == "eager"
@@ -199,30 +169,18 @@ IMPLEMENTATION = "kvtool"  # what attention and masks are called in transformers
 _LOCAL = threading.local()
 
 
-class StepOwner(Protocol):
-    """The cache, as far as a step needs it."""
-
-    def begin_block(
-        self, layer: SlotLayer, query_heads: int, positions: Tensor | None, q_len: int
-    ) -> None:
-        """Fix what a layer may keep, before a block is attended."""
-
-    def end_step(self, step: PendingStep, call: Call, out: Tensor) -> None:
-        """Note that a layer's step has run."""
-
-
 @dataclass(frozen=True)
 class PendingStep:
     """What `update` has taken in and no call has attended yet.
 
     Attributes:
-        owner: the cache of the layer.
-        raw_key, raw_value: what `update` returned: kept slots and new tokens.
+        owner: the `kvtool.cache.whole.cache.KVCache` of the layer.
+        raw_key, raw_value: kept slots and new tokens, as `update` returned them.
         new_key, new_value: the new tokens alone.
         decoding: whether they are one decoded token.
     """
 
-    owner: StepOwner
+    owner: Any
     layer: SlotLayer
     raw_key: Tensor
     raw_value: Tensor
@@ -263,11 +221,7 @@ def take_pending(keys: int) -> PendingStep | None:
 
 
 def check_attended(layer: SlotLayer) -> None:
-    """Refuse to take in a block when the one before was never attended.
-
-    Raises:
-        KvtoolError: the model does not run kvtool's attention, so nothing would ever be stored.
-    """
+    """Refuse a block whose predecessor was never attended: the model runs another attention."""
     if layer.unattended:
         raise KvtoolError(
             "the model does not run kvtool's attention, so this cache cannot work",

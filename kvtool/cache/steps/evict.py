@@ -17,16 +17,15 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.cache.steps.view import (
+    choose_kept,
     held_slots,
     observe,
-    ordered,
     score,
     used_state,
     used_view,
-    vote_again,
     with_empty_slots,
 )
-from kvtool.maths.selection import keep_top, lowest, take
+from kvtool.maths.selection import lowest, take
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import State
@@ -127,13 +126,9 @@ def cut_to_budget(
         held = torch.as_tensor(view.held)
         target = torch.where(held >= budget + schedule.spare, budget, held)
     used = layer.slots.used_slots()
-    evicted = view.held - target
-    view, rows = vote_again(layer.policy, view, rows)
-    importance, protected = score(layer.policy, view, used.state, rows, evicted)
     most = int(target.max()) if isinstance(target, Tensor) else target
-    order = ordered(layer.policy, view, importance, protected, target)
-    chosen, positions = keep_top(order, view.positions, target, protected, most)
-    layer.slots.replace(part_block(layer, None, view, used.state, importance, chosen, positions))
+    kept = choose_kept(layer.policy, view, used.state, rows, target, most)
+    layer.slots.replace(part_block(layer, None, view, used.state, *kept))
     schedule.count(target, budget, layer.seen)
 
 

@@ -1,13 +1,11 @@
 """Evict for all layers at once: in steady state they differ in content only, so they are stacked.
 
-A policy's arithmetic on one layer is small, and its cost is that of starting operations, layer
-after layer. Here the positions and statistics of equal layers are batch entries of common tensors.
-Each layer leaves its attention weights, and the last layer of a step runs the policy once for all.
-Keys and values stay where they are.
+The positions and statistics of equal layers are batch entries of common tensors. Each layer leaves
+its attention weights, and the last layer of a step runs the policy once for all. Keys and values
+stay where they are.
 
-Layers that are cut at a pace, every few tokens, are decoded together and cut at once. Between two
-cuts a token is appended, at positions that are written down at the cut before. So a step does no
-more than attend and add up what its policy counts.
+Layers that are cut at a pace are decoded together and cut at once. Between two cuts a token is
+appended, at positions that are written down at the cut before.
 """
 
 from __future__ import annotations
@@ -23,18 +21,17 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.steps.evict import part_block
 from kvtool.cache.steps.view import (
+    choose_kept,
     make_view,
     observe,
-    ordered,
     score,
     show_parts,
     stacked,
     used_keys,
     used_values,
-    vote_again,
     with_empty_slots,
 )
-from kvtool.maths.selection import keep_top, lowest
+from kvtool.maths.selection import lowest
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import Count
 from kvtool.policies.parts import SlotView
@@ -211,17 +208,13 @@ class PacedGroup(LayerGroup):
     def _cut(self, view: SlotView, state: dict[str, Tensor], rows: AttentionRows | None) -> None:
         first = self.layers[0]
         budget = first.budget.max_budget
-        view, rows = vote_again(first.policy, view, rows)
-        importance, protected = score(first.policy, view, state, rows, view.held - budget)
-        order = ordered(first.policy, view, importance, protected, budget)
-        kept = keep_top(order, view.positions, budget, protected, budget)
-        of_all = (importance, view.positions, *kept)
+        kept = choose_kept(first.policy, view, state, rows, budget, budget)
+        of_all = (view.positions, *kept)
         parts = zip(*(tensor.split(self._batch) for tensor in of_all), strict=True)
-        for layer, (own, before, chosen, positions) in zip(self.layers, parts, strict=True):
+        for layer, (before, *own) in zip(self.layers, parts, strict=True):
             used, schedule = layer.slots.used_slots(), CutSchedule.of(layer)
             seen = replace(view, positions=before)
-            slots = part_block(layer, None, seen, used.state, own, chosen, positions)
-            layer.slots.replace(slots)
+            layer.slots.replace(part_block(layer, None, seen, used.state, *own))
             if schedule is not None:
                 schedule.count(budget, budget, layer.seen)
         self._begin()

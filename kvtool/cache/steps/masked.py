@@ -19,12 +19,7 @@ _ROWS = 128  # queries whose weights are held at a time
 
 
 def check_mask(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> None:
-    """Refuse a mask whose columns cannot be found among what is stored.
-
-    Raises:
-        KvtoolError: another shape, tokens that may be gone, or a layer that does not keep what is
-            read in its order.
-    """
+    """Refuse a mask whose columns cannot be found among what is stored (KvtoolError)."""
     if call.context.shares_kv:
         raise KvtoolError("a 4D attention mask cannot follow a layer whose keys other layers read")
     if layer.window is None and not layer.policy.attends_all:
@@ -36,11 +31,7 @@ def check_mask(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> No
 
 
 def check_order(layer: SlotLayer) -> None:
-    """Refuse a mask over padded texts whose padding was moved.
-
-    Raises:
-        KvtoolError: it was.
-    """
+    """Refuse a mask over padded texts whose padding was moved (KvtoolError)."""
     if layer.padded and not (layer.slots.as_read and layer.slots.ordered):
         raise KvtoolError(
             "an attention mask over cached tokens cannot follow a padded batch that was read in "
@@ -60,11 +51,7 @@ def as_bias(mask: Tensor) -> Tensor:
 
 
 def check_shape(mask: Tensor, wanted: tuple[int, ...]) -> None:
-    """Refuse a mask of another shape than (batch, heads, q_len, keys), or 1 for all but the keys.
-
-    Raises:
-        KvtoolError: such a mask.
-    """
+    """Refuse another shape than (batch, heads, q_len, keys), or 1 for all but the keys."""
     fits = [have in (1, want) for have, want in zip(mask.shape[:3], wanted[:3], strict=True)]
     if not all(fits) or mask.shape[3] != wanted[3]:
         raise KvtoolError(
@@ -110,9 +97,6 @@ def masked_attention(call: Call, key: Tensor, value: Tensor, mask: Tensor) -> Te
             scale=call.scale,
             enable_gqa=query.shape[1] != heads,
         )
-    sinks = call.sinks
-    if sinks is not None and sinks.dim() == 1:
-        sinks = sinks.view(heads, -1)
     # one for all heads, or one for each query head, seen by the KV head that it reads
     bias = as_bias(mask).unflatten(1, (1, 1) if mask.shape[1] == 1 else (heads, -1))
     grouped, outs = group_queries(query, heads), []
@@ -120,7 +104,12 @@ def masked_attention(call: Call, key: Tensor, value: Tensor, mask: Tensor) -> Te
         rows = slice(start, start + _ROWS)
         own = bias if bias.shape[3] == 1 else bias[:, :, :, rows]
         weights = biased_weights(
-            grouped[:, :, :, rows], key, own, scale=call.scale, softcap=call.softcap, sinks=sinks
+            grouped[:, :, :, rows],
+            key,
+            own,
+            scale=call.scale,
+            softcap=call.softcap,
+            sinks=call.sinks,
         )
         outs.append(weighted_values(weights, value))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 2)

@@ -1,8 +1,7 @@
 """Steps that change nothing but the contents of tensors, so that one graph serves them all.
 
-A compiled graph holds for the numbers on the host that it has read, and a CUDA graph for the
-addresses, too. In a static step the count of tokens is therefore a number on the device, which the
-host has counted up before. Whatever else a step would replace is written into buffers in place.
+A compiled graph holds for the numbers on the host that it has read, a CUDA graph for addresses. So
+the count of tokens is a number on the device, and what a step would replace is written in place.
 """
 
 from __future__ import annotations

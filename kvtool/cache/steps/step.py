@@ -39,15 +39,6 @@ from kvtool.policies.evidence import AttentionRows
 class BlockAttention(Protocol):
     """Who attends a block: `OwnBlock`, or `kvtool.cache.hooks.eager.SeenBlock`."""
 
-    @property
-    def positions(self) -> Tensor | None: ...
-
-    @property
-    def value(self) -> Tensor: ...
-
-    @property
-    def raw(self) -> tuple[Tensor, Tensor]: ...
-
     def placed(self, layer: SlotLayer, block: Block) -> BlockAttention: ...
 
     def attend(self, layer: SlotLayer, block: Block, observed: bool) -> Tensor: ...
@@ -68,15 +59,7 @@ class AttendedBlock(NamedTuple):
 
 
 def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
-    """Run a layer's step.
-
-    Returns:
-        (batch, heads, q_len, value_dim).
-
-    Raises:
-        KvtoolError: evicted tokens should be merged or kept aside, or a reader chooses keys, and
-            the model stores latents.
-    """
+    """Run a layer's step: (batch, heads, q_len, value_dim) (KvtoolError: parts refuse latents)."""
     if layer.parts and call.key is not call.raw_key:
         _check_latent(layer)
     if call.mask is not None:
@@ -86,7 +69,7 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     if not decoding:
         block = call.context.block
         if block is None or call.q_len <= block:
-            return run_block(layer, OwnBlock(call), call.q_len).out
+            return _run_own(layer, call).out
         _check_split(call)
         return _run_blocks(layer, call, block)
     group = call.context.group
@@ -115,19 +98,37 @@ def end_token(
         layer.slots.end_token()
 
 
-def run_block(layer: SlotLayer, attention: BlockAttention, q_len: int) -> AttendedBlock:
-    """Attend one block and cut to the budget."""
-    block = enter_block(layer, q_len, attention.positions, attention.raw[0], attention.value)
+def run_block(
+    layer: SlotLayer,
+    attention: BlockAttention,
+    positions: Tensor | None,
+    raw: tuple[Tensor, Tensor],
+    value: Tensor,
+    q_len: int,
+) -> AttendedBlock:
+    """Attend one block and cut to the budget.
+
+    Args:
+        positions: (batch, q_len) of the new tokens, -1 = padding; None: nothing is padded.
+        raw: keys and values as they are stored, (batch, kv_heads, slots, dim).
+        value: values as they are attended, (batch, heads of the attention, slots, value_dim).
+    """
+    block = enter_block(layer, q_len, positions, raw[0], value)
     attention = attention.placed(layer, block)
     out = attention.attend(layer, block, block_needs_all_rows(layer, block))
     ended = attention.end(layer, block)
     if ended is None:
         return AttendedBlock(out, None)
     rows = attention.last_rows(layer, ended) if block_needs_last_rows(layer, ended) else None
-    chosen = leave_block(layer, ended, *attention.raw, rows)
+    chosen = leave_block(layer, ended, *raw, rows)
     for part in layer.parts.at["end_block"]:
         part.end_block()
     return AttendedBlock(out, chosen)
+
+
+def _run_own(layer: SlotLayer, call: Call) -> AttendedBlock:
+    raw = call.raw_key, call.raw_value
+    return run_block(layer, OwnBlock(call), call.positions, raw, call.value, call.q_len)
 
 
 def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> Tensor:
@@ -288,7 +289,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             positions=None if positions is None else positions[:, rows],
             context=replace(call.context, placement=there, norms=None, hidden=own),
         )
-        out, chosen = run_block(layer, OwnBlock(step), step.q_len)
+        out, chosen = _run_own(layer, step)
         outs.append(out)
         if latent:
             attended = (key, value) if chosen is None else (take(key, chosen), take(value, chosen))

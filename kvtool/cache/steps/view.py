@@ -5,72 +5,57 @@ Keys and values of the slots in use are dequantised when the policy reads them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import CutSchedule
-from kvtool.cache.slots.slot_form import Form, Stored
 from kvtool.maths.attention import attention_weights, visible_keys
 from kvtool.maths.columns import add_columns
+from kvtool.maths.selection import keep_top
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.numbers import PROMPT, Count, State
 from kvtool.policies.parts import Evidence, SlotView
 from kvtool.policies.policy import Policy
 
-Dequantise = Callable[[Form, Stored], Tensor]
-
 
 class Dequantised(Sequence[Tensor]):
     """Keys or values of layers in float, a layer at a time, so that no more is held."""
 
-    def __init__(self, layers: Sequence[SlotLayer], dequantise: Dequantise) -> None:
-        self._layers, self._dequantise = layers, dequantise
+    def __init__(self, layers: Sequence[SlotLayer], *, keys: bool) -> None:
+        self._layers, self._keys = layers, keys
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    @overload
-    def __getitem__(self, index: int) -> Tensor: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
-
-    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
-        if isinstance(index, slice):
-            return Dequantised(self._layers[index], self._dequantise)
-        slots = self._layers[index].slots
-        return self._dequantise(slots.form, slots.used_stored())
+    def __getitem__(self, index: Any) -> Any:
+        return _dequantised(self._layers[index], self._keys)
 
 
 def used_keys(*layers: SlotLayer) -> Sequence[Tensor]:
     """The keys in the slots in use of each layer; none where the policy does not look at them."""
-    if not layers[0].policy.shows_keys:
-        return ()
-    return _of_layers(layers, _dequantise_keys)
+    return _of_layers(layers, keys=True) if layers[0].policy.shows_keys else ()
 
 
 def used_values(*layers: SlotLayer) -> Sequence[Tensor]:
     """The values in the slots in use of each layer."""
-    return _of_layers(layers, _dequantise_values)
+    return _of_layers(layers, keys=False)
 
 
-def _of_layers(layers: Sequence[SlotLayer], dequantise: Dequantise) -> Sequence[Tensor]:
-    found = Dequantised(layers, dequantise)
-    lazy = layers[0].policy.codec is not None and not torch.compiler.is_compiling()
-    return found if lazy else tuple(found[i] for i in range(len(layers)))
+def _of_layers(layers: Sequence[SlotLayer], *, keys: bool) -> Sequence[Tensor]:
+    if layers[0].policy.codec is not None and not torch.compiler.is_compiling():
+        return Dequantised(layers, keys=keys)
+    return tuple([_dequantised(layer, keys) for layer in layers])
 
 
-def _dequantise_keys(form: Form, stored: Stored) -> Tensor:
-    return form.dequantise_keys(stored)
-
-
-def _dequantise_values(form: Form, stored: Stored) -> Tensor:
-    return form.dequantise_values(stored)
+def _dequantised(layer: SlotLayer, keys: bool) -> Tensor:
+    slots = layer.slots
+    stored, form = slots.used_stored(), slots.form
+    return form.dequantise_keys(stored) if keys else form.dequantise_values(stored)
 
 
 def make_view(
@@ -246,6 +231,28 @@ def ordered(
     if protected is not None:
         importance = importance.masked_fill(protected, float("inf"))
     return policy.rescoring_at_cut.rescore(importance, replace(view, budget=budget))
+
+
+def choose_kept(
+    policy: Policy,
+    view: SlotView,
+    state: State,
+    rows: AttentionRows | None,
+    target: Count,
+    most: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose the slots that stay of those in use.
+
+    Args:
+        target: how many of each entry or head; `most` is the largest.
+
+    Returns:
+        The importance of all, and indices and positions of those that stay, in ascending position.
+    """
+    view, rows = vote_again(policy, view, rows)
+    importance, protected = score(policy, view, state, rows, view.held - target)
+    order = ordered(policy, view, importance, protected, target)
+    return importance, *keep_top(order, view.positions, target, protected, most)
 
 
 def score(

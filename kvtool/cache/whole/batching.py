@@ -1,9 +1,7 @@
 """Batch entries of one cache put behind those of another, so that a prompt joins a running batch.
 
-A prompt is read alone, in a cache of its own. Then everything that follows batch entries when
-transformers reorders them (`reindex`) follows them here. The tensors of one cache are paired with
-those of the other by their order, and put behind them. So a part that is reindexed right is joined
-right.
+Everything that follows batch entries when transformers reorders them (`reindex`) follows them here:
+the tensors of one cache are paired with those of the other by their order.
 """
 
 from __future__ import annotations
@@ -33,9 +31,7 @@ def why_apart(policy: Policy) -> str | None:
 def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -> None:
     """Put the sequences of other caches behind those of one, between two forwards.
 
-    Each sequence goes on as it would alone: its slots, statistics, budgets and counts come along.
-    Then `keep_entries` lets sequences go that have ended. The others are empty afterwards. One
-    device sync a layer.
+    Each goes on as it would alone. The others are empty afterwards. One device sync a layer.
 
     Args:
         cache: that has read a text.
@@ -57,7 +53,7 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
         each.ungroup()
         each.static.forget()
     spreads = [each.budgets.spreads for each in (cache, *others)]
-    cache.budgets.reindex(_same)
+    cache.budgets.reindex(lambda tensor: tensor)
     known = [entry for own in spreads if own is not None for entry in own]
     cache.budgets.load(known if spreads[0] is not None else None)
     cache.remember(None)
@@ -68,11 +64,10 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
 
 @torch.no_grad()
 def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
-    """Drop all other sequences, with the slots that only they had filled; one device sync a layer.
+    """Drop all other sequences, with the slots that only they had filled; a device sync a layer.
 
     Args:
-        entries: (count,) int64.
-        coming: as for `append_entries`.
+        entries: (count,) int64; `coming` as for `append_entries`.
     """
     cache.batch_select_indices(entries)
     for layer in cache.slot_layers:
@@ -122,10 +117,6 @@ def _join(layer: SlotLayer, others: Sequence[SlotLayer], coming: int) -> None:
     layer.expect(coming)
     for each in others:
         each.reset()  # so that no more than a layer is there twice
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _spread_over_heads(layer: SlotLayer) -> None:

@@ -8,83 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from kvtool.cache.features.cuts import Deferred, HeadBudgets, measure
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import LayerBudget
-from kvtool.documents.plan import PlanDocument
+from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.budgets import tokens_for_bytes
 from kvtool.planning.bytes import Text
 from kvtool.policies.allocate.problem import UNLIMITED
 from kvtool.policies.allocate.split import AllocatedSplit, PlannedSplit, Split, Spread
-from kvtool.policies.policy import Policy
-from kvtool.sizes import Budget, fraction_of
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What bytes follow from, read from a decoder's configuration once it is asked for."""
-
-    config: PreTrainedConfig
-
-    @cached_property
-    def layers(self) -> list[LayerShape | None]:
-        """What each layer stores, in all processes together."""
-        return layer_shapes(self.config)
-
-
-class TokenBudget:
-    """What a budget that is no share of the prompt means for a layer."""
-
-    def __init__(self, policy: Policy, budget: Budget | None, facts: ModelFacts) -> None:
-        self._policy, self._budget, self._facts = policy, budget, facts
-        self._known: dict[tuple[int, int, int], int] = {}
-
-    def of(self, layer: SlotLayer, length: int, new_tokens: int) -> int:
-        """Return tokens, or pairs that are read, per layer and KV head.
-
-        Args:
-            length: tokens of the longest entry at the prompt's end.
-        """
-        budget = self._budget
-        assert budget is not None, "a policy without a budget asks for none"
-        if budget.tokens is not None:
-            return budget.tokens
-        assert budget.bytes is not None, "shares are asked for elsewhere"
-        key = (length, layer.batch_size, new_tokens)
-        if key not in self._known:
-            text = Text(length, new_tokens, layer.batch_size, self._facts.config.vocab_size)
-            size = layer.slots.form.sample[0].element_size()
-            shapes = [each and replace(each, itemsize=size) for each in self._facts.layers]
-            self._known[key] = tokens_for_bytes(self._policy, shapes, text, budget.bytes)
-        return self._known[key]
-
-
-class RaisedBudgets:
-    """The layers whose budgets have been raised for the running block."""
-
-    def __init__(self) -> None:
-        self._ends: dict[int, int] = {}  # tokens seen at the end of the last block, by layer
-
-    def add(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> None:
-        """Add the tokens of a block to what a layer may keep, once: see `StoredBudgets.assign`."""
-        end = layer.seen + q_len
-        if self._ends.get(layer.index) == end:
-            return  # raised before its forward, for a policy that frees slots there
-        self._ends[layer.index] = end
-        new = [q_len] * layer.batch_size
-        if positions is not None:
-            new = (positions >= 0).sum(1).tolist()
-        layer.set_budget(layer.budget.raised(new, layer.slots.device))
+from kvtool.sizes import fraction_of
 
 
 class StoredBudgets:
@@ -97,16 +36,10 @@ class StoredBudgets:
         traffic: what a reader may look at; None: no reader.
     """
 
-    def __init__(
-        self,
-        layers: list[SlotLayer],
-        policy: Policy,
-        budget: Budget | None,
-        plan: PlanDocument | None,
-        facts: ModelFacts,
-    ) -> None:
-        self.policy, self.budget, self.facts = policy, budget, facts
-        self._in_tokens = TokenBudget(policy, budget, facts)
+    def __init__(self, layers: list[SlotLayer], settings: CacheSettings) -> None:
+        policy, budget, plan = settings.policy, settings.budget, settings.plan
+        self.policy, self.budget, self.settings = policy, budget, settings
+        self._of_bytes: dict[tuple[int, int, int], int] = {}
         self.spreads: list[Spread] | None = None
         self.new_tokens = 0
         self._free = [layer for layer in layers if layer.window is None]
@@ -116,14 +49,14 @@ class StoredBudgets:
             self.traffic = TrafficBudgets(
                 policy, budget, plan, self._tokens, self._expected, self._free
             )
-        self._plan, self._planned = plan, plan is not None and not policy.budget_is_traffic
+        self._planned = plan is not None and not policy.budget_is_traffic
         if plan is not None and self._planned:
             self._split = PlannedSplit(plan)
         elif policy.allocator is not None and self._free:
             self._split = AllocatedSplit(policy, len(self._free))
         self._known: dict[tuple, list[int]] = {}
         self._counted: tuple[int, list[int]] | None = None
-        self._raised: RaisedBudgets | None = None
+        self._raised: dict[int, int] | None = None  # tokens seen at the last block, by layer
 
     @property
     def deferred(self) -> bool:
@@ -151,7 +84,7 @@ class StoredBudgets:
     @contextmanager
     def raising(self) -> Iterator[None]:
         """Let what is read inside stay whole, such as a question: budgets grow by its tokens."""
-        self._raised = RaisedBudgets()
+        self._raised = {}
         try:
             yield
         finally:
@@ -176,16 +109,12 @@ class StoredBudgets:
 
     def _expected(self) -> int:
         """Tokens to come; by default the plan's number."""
-        if self._plan is not None and self.new_tokens == 0:
-            return self._plan.target.max_new_tokens
+        if self.settings.plan is not None and self.new_tokens == 0:
+            return self.settings.plan.target.max_new_tokens
         return self.new_tokens
 
     def check(self, lengths: list[int]) -> None:
-        """Refuse a prompt, if an entry or layer would keep only its protected tokens.
-
-        Raises:
-            UsageError: the first such entry.
-        """
+        """Refuse a prompt of which an entry or layer would keep only protected tokens."""
         self._ratios(lengths)
         if self.policy.two_stages and self.traffic is not None and not self._by_bytes:
             for length in lengths if self._free else ():
@@ -214,7 +143,7 @@ class StoredBudgets:
             lengths = lengths or self._count(layer, positions, q_len)
             self.traffic.end_prompt(lengths)
         if self._raised is not None and not self.policy.stores_all:
-            self._raised.add(layer, positions, q_len)
+            self._raise(self._raised, layer, positions, q_len)
             return
         if self.policy.budget_is_traffic:
             if self.policy.two_stages and self.traffic is not None:
@@ -252,7 +181,7 @@ class StoredBudgets:
         if self._raised is not None:
             places = None if valid is None else torch.where(valid, 0, -1)
             for layer in self._free:
-                self._raised.add(layer, places, q_len)
+                self._raise(self._raised, layer, places, q_len)
             return
         if lengths is None and (self._split is not None or self.budget.ratio is not None):
             before = first.seen if first.lengths is None else first.lengths
@@ -264,8 +193,7 @@ class StoredBudgets:
     def prompt_budgets(self, lengths: list[int]) -> list[int] | None:
         """Tokens that each entry may keep, where layers have equal budgets.
 
-        None without a budget, or for one in bytes before anything is stored. Where every layer has
-        a window of its own, nothing is cut by a budget.
+        None without a budget, or for one in bytes before anything is stored.
         """
         if not self._free:
             return list(lengths)
@@ -275,11 +203,7 @@ class StoredBudgets:
         return self._ratios(lengths) or [self._tokens(first)] * len(lengths)
 
     def assign_deferred(self, lengths: list[int]) -> list[SlotLayer]:
-        """Split the budget by what all layers have shown, and return them: they are to be cut.
-
-        Args:
-            lengths: tokens that each entry has seen.
-        """
+        """Split the budget by what all layers have shown, and return them: they are to be cut."""
         layers = self.waiting
         device = layers[0].slots.device  # layers may be on several
         found = [measure(layer).to(device) for layer in layers]
@@ -329,7 +253,7 @@ class StoredBudgets:
 
     def _of_heads(self, place: int, tokens: int, n: int) -> list[int]:
         """What each KV head of a layer may keep of a prompt of `n` tokens, as far as is known."""
-        split, shape = self.policy.head_split, self.facts.layers[self._free[place].index]
+        split, shape = self.policy.head_split, self.settings.shapes[self._free[place].index]
         if split is None or not split.fixed or shape is None:
             return [tokens]
         return split.forecast(tokens, n, shape.kv_heads, (place, len(self._free)))
@@ -354,8 +278,32 @@ class StoredBudgets:
             raise UsageError(f"{self.budget} of {shortest} tokens: {error}") from None
         return [fraction_of(self.budget.ratio, n) for n in lengths]
 
+    def _raise(
+        self, ends: dict[int, int], layer: SlotLayer, positions: Tensor | None, q_len: int
+    ) -> None:
+        """Add the tokens of a block to what a layer may keep, once: see `assign`."""
+        end = layer.seen + q_len
+        if ends.get(layer.index) == end:
+            return  # raised before its forward, for a policy that frees slots there
+        ends[layer.index] = end
+        new = [q_len] * layer.batch_size
+        if positions is not None:
+            new = (positions >= 0).sum(1).tolist()
+        layer.set_budget(layer.budget.raised(new, layer.slots.device))
+
     def _tokens(self, layer: SlotLayer, length: int = 0) -> int:
-        return self._in_tokens.of(layer, length, self.new_tokens)
+        """Return tokens, or pairs that are read, per layer and KV head; no share is asked for."""
+        settings, budget, batch = self.settings, self.budget, layer.batch_size
+        assert budget is not None, "a policy without a budget asks for none"
+        if budget.bytes is None:
+            return budget.tokens or 0
+        key = (length, batch, self.new_tokens)
+        if key not in self._of_bytes:
+            text = Text(length, self.new_tokens, batch, settings.config.vocab_size)
+            size = layer.slots.form.sample[0].element_size()
+            shapes = [each and replace(each, itemsize=size) for each in settings.shapes]
+            self._of_bytes[key] = tokens_for_bytes(settings.policy, shapes, text, budget.bytes)
+        return self._of_bytes[key]
 
     def _count(self, layer: SlotLayer, positions: Tensor | None, q_len: int) -> list[int]:
         """Tokens of each sequence at the end of the running block; a device sync with padding."""

@@ -1,8 +1,4 @@
-"""The cache that transformers holds: what it does with forwards, prompts and steps.
-
-It prints a short description of itself. A cache whose policy repeats the prompt takes further
-forwards that are not stored, and cuts after them.
-"""
+"""The cache that transformers holds: what it does with forwards, prompts and steps."""
 
 from __future__ import annotations
 
@@ -23,7 +19,6 @@ from kvtool.cache.steps.call import (
     Call,
     MaskTarget,
     PendingStep,
-    RowNorms,
     StepContext,
     Unstored,
     check_attended,
@@ -151,38 +146,40 @@ class KVCache(InWords, CacheState):
         self.changing, hidden = True, running.hidden
         if hidden is not None:
             running.show_hidden(None)  # not to be held longer than the step
+        kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
+        placement, watcher = running.placement, self._watcher
         if running.unstored is not None and not decoding:
             raw_key, raw_value = beside_slots(layer, key_states, value_states)
-            context = StepContext(
-                self.settings.kernel,
-                notify=False,
-                unstored=running.unstored,
-                hidden=hidden,
-            )
-            taken = raw_key, raw_value, key_states, value_states
-            set_pending(PendingStep(self, layer, *taken, decoding, context))
-            return raw_key, raw_value
-        placement, watcher = running.placement, self._watcher
-        if not decoding:
+            context = StepContext(kernel, notify=False, unstored=running.unstored, hidden=hidden)
+        elif not decoding:
             self.ungroup()
             self.static.forget()
             raw_key, raw_value = layer.update(key_states, value_states)
             self.meter.run(raw_key.nbytes + raw_value.nbytes)
-            block = self.layer_block
-            last, group, notify = running.last_block, None, True
-            norms = RowNorms() if watcher is not None and watcher.norms else None
+            context = StepContext(
+                kernel,
+                block=self.layer_block,
+                last=running.last_block,
+                placement=placement,
+                shares_kv=shares_kv,
+                norms=[] if watcher is not None and watcher.norms else None,
+                hidden=hidden,
+            )
         else:
             if layer is self.slot_layers[0] and layer.seen_device is None:
                 self.groups.form(self.slot_layers, running.masked)
-            block, last, group = None, True, self.groups.by_layer.get(layer.index)
-            notify, norms = placement is not None or watcher is not None, None
+            group = self.groups.by_layer.get(layer.index)
             if group is None and layer.parts:
                 self.prepare_decode(layer)
             raw_key, raw_value = layer.write_token(key_states, value_states)
-        kernel, shares_kv = self.settings.kernel, layer.index in self.settings.kv_sharing
-        context = StepContext(
-            kernel, block, last, placement, group, notify, shares_kv, norms, hidden=hidden
-        )
+            context = StepContext(
+                kernel,
+                placement=placement,
+                group=group,
+                notify=placement is not None or watcher is not None,
+                shares_kv=shares_kv,
+                hidden=hidden,
+            )
         taken = raw_key, raw_value, key_states, value_states
         set_pending(PendingStep(self, layer, *taken, decoding, context))
         return raw_key, raw_value
@@ -205,11 +202,7 @@ class KVCache(InWords, CacheState):
         return self.linear
 
     def end_forward(self, ids: Tensor | None = None) -> None:
-        """Note that a forward has run through all layers.
-
-        Args:
-            ids: (batch, q_len) its tokens; None: unknown.
-        """
+        """Note that a forward has run through all layers; `ids`: (batch, q_len), None: unknown."""
         self.changing = False
         if ids is None or torch.compiler.is_compiling():
             return
@@ -227,24 +220,13 @@ class KVCache(InWords, CacheState):
         self.changing = True
 
     def place_forward(self, given: Mapping[str, Any]) -> Tensor:
-        """Number the tokens of a forward by their places in the cache.
-
-        Args:
-            given: the forward's arguments by name.
-
-        Returns:
-            Position ids for the model, (batch, q_len).
-        """
+        """Number the tokens of a forward by their places: position ids, (batch, q_len)."""
         placement, position_ids = place_forward(self.first_layer, given)
         self.running.place(placement)
         return position_ids
 
     def begin_forward(self) -> None:
-        """Refuse a forward over a cache that another one has left torn.
-
-        Raises:
-            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
-        """
+        """Refuse a forward over a cache that another one has left torn (KvtoolError)."""
         if self.changing:
             self.check_whole()
         self.changing = self.recurrent
@@ -276,16 +258,13 @@ class KVCache(InWords, CacheState):
         Args:
             query_heads: of the layer, in this process.
             positions: (batch, q_len), -1 = padding; None: no padding.
-
-        Raises:
-            KvtoolError: what is cached is not split over processes like the query heads.
         """
         for own in self.parts.values():
             own.begin_block(layer)
         shards = self.link.shards
         if shards.processes > 1:
             kv_heads = layer.slots.kv_heads
-            shape = self.budgets.facts.layers[layer.index]
+            shape = self.settings.shapes[layer.index]
             layer.slots.set_heads(heads_of_layer(shards, self.config, shape, query_heads, kv_heads))
         self.budgets.assign(layer, positions, q_len, self.running.prompt_lengths)
 

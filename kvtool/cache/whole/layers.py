@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-
-from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kvtool.cache.features.table import features_of, make_parts
@@ -12,10 +9,9 @@ from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLaye
 from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.slots.part import LayerSite, refusal
 from kvtool.cache.steps.call import IMPLEMENTATION
+from kvtool.cache.whole.settings import ModelLink
 from kvtool.errors import KvtoolError
-from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, stores_latents
-from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.recency import Recency
 from kvtool.transformers_versions import kv_sharing_layers, layer_types, stock_layers
@@ -27,23 +23,16 @@ def attention_layers(config: PreTrainedConfig) -> list[int]:
 
 
 def check_layers(config: PreTrainedConfig) -> None:
-    """Refuse layers that this cache cannot hold.
-
-    Raises:
-        KvtoolError: indexed attention, or another that is not known here; no attention at all.
-    """
+    """Refuse layers that this cache cannot hold, and a model without attention (KvtoolError)."""
     kinds = [kind for kind, _ in layer_types(config)]
     known = set(FREE + SLIDING)
     stock = {"linear_attention", "conv", "mamba", "dummy", "recurrent", "moe", "mlp"}
-    for kind in kinds:
-        if kind not in known | stock:
-            raise KvtoolError(
-                f"`{config.model_type}` has `{kind}` layers, whose cache cannot be compressed here"
-            )
-    if not known & set(kinds):
-        raise KvtoolError(
-            f"`{config.model_type}` has no attention layers, so there is no cache to compress"
-        )
+    odd = [kind for kind in kinds if kind not in known | stock]
+    if odd or not known & set(kinds):
+        why = "no attention layers, so there is no cache to compress"
+        if odd:
+            why = f"`{odd[0]}` layers, whose cache cannot be compressed here"
+        raise KvtoolError(f"`{config.model_type}` has {why}")
 
 
 def why_not(policy: Policy, what: str, model: str = "") -> str | None:
@@ -52,12 +41,7 @@ def why_not(policy: Policy, what: str, model: str = "") -> str | None:
 
 
 def check_shared(config: PreTrainedConfig, policy: Policy) -> None:
-    """Refuse a policy that does more than evict, where layers read the keys of another.
-
-    Raises:
-        KvtoolError: one that reads a part of the keys, changes kept tokens, or keeps different
-            counts in the heads of a layer.
-    """
+    """Refuse what does more than evict, where layers read the keys of another (KvtoolError)."""
     if not kv_sharing_layers(config):
         return
     why = why_not(policy, "shared")
@@ -73,22 +57,16 @@ def make_layers(
     config: PreTrainedConfig,
     policy: Policy,
     meter: ByteMeter,
-    rotations: Sequence[Rotation | None] = (),
-    centres: Mapping[int, QueryCentres] | None = None,
-    projections: Mapping[int, Callable[[], Tensor]] | None = None,
+    link: ModelLink,
 ) -> list:
     """Make a slot layer for each attention layer, and transformers' own for the others.
 
     Args:
         meter: counts the bytes of all.
-        rotations: of each attention layer, where something rotates keys or queries.
-        centres: of the queries of layers by their index, where a file has them.
-        projections: the weight of each layer's output projection, by index, where a policy asks.
     """
     sliding = Policy(Recency(positions=policy.score.positions), codec=policy.codec)
     shown = stores_latents(config) or config._attn_implementation != IMPLEMENTATION
     layers: list = []
-    slot_layers: list[SlotLayer] = []
     free: list[SlotLayer] = []
     for i, (kind, options) in enumerate(layer_types(config)):
         window = options.get("sliding_window")
@@ -96,11 +74,8 @@ def make_layers(
         if kind not in FREE + SLIDING:
             layers += stock_layers(kind, options)
             continue
-        rotation = rotations[len(slot_layers)] if rotations else None
-        centre = None if centres is None else centres.get(i)
-        projection = None if projections is None else projections.get(i)
-        site = LayerSite(own, i, rotation, projection, tuple(free), centre)
-        parts = make_parts(site)
+        of_model = link.rotations.get(i), link.projections.get(i), tuple(free), link.centres.get(i)
+        parts = make_parts(LayerSite(own, i, *of_model))
         if kind.startswith("hybrid"):
             states = options.get("number_of_states", 1)
             layer: SlotLayer = HybridSlotLayer(i, own, window, parts, meter, states, shown=shown)
@@ -108,7 +83,6 @@ def make_layers(
             made = ChunkedSlotLayer if kind == "chunked_attention" else SlotLayer
             layer = made(i, own, window, parts, meter, shown=shown)
         layers.append(layer)
-        slot_layers.append(layer)
         if window is None:
             free.append(layer)
     return layers

@@ -32,15 +32,14 @@ def replay(
         (batch, heads, q_len, value_dim).
 
     Raises:
-        KvtoolError: keys that are stored in another form than they are attended in; a policy that
-            scores by the model's logits, or by hidden states.
+        KvtoolError: stored latents; a policy that scores by logits or hidden states.
     """
     name, why = f"policy `{cache.policy.score.name}`", None
     if cache.parts.by_logits:
         why = f"{name} goes by the model's logits"
     elif cache.policy.sees_hidden:
         why = f"{name} looks at hidden states"
-    elif call.latent:
+    elif call.key is not call.raw_key:
         why = "the model stores latents"
     if why is not None:
         raise KvtoolError(

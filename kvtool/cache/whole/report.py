@@ -1,4 +1,4 @@
-"""What a cache holds, counted from its tensors, and which tokens of a text that is."""
+"""Report of a cache, counted from its tensors, and the tokens of a text that it holds."""
 
 from __future__ import annotations
 
@@ -82,9 +82,8 @@ def make_report(
         seen: tokens of each batch entry so far.
         peak: key and value bytes that existed while blocks ran.
         extra: bytes beside the layers.
-        shards: under tensor parallelism, add up what each of these processes holds; all of them
-            must then ask. Where a family leaves attention whole in each, every copy counts. None:
-            count what is here.
+        shards: add up what each of these processes holds, copies included; all of them must then
+            ask. None: count what is here.
     """
     slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
     used = [layer for layer in slots if layer.is_initialized]
@@ -102,10 +101,10 @@ def make_report(
         sum(int(filled[each.index].sum()) * each.slots.token_bytes for each in used),
         allocated,
         sum(store.state_bytes for store in stores) + beside + extra,
-        sum(full[each.index] * each.slots.full_token_bytes for each in used),
+        sum(full[each.index] * each.slots.form.full_token_bytes for each in used),
         max(peak, allocated),
         sum(part.store.host_bytes for part in aside if part is not None),
-        round(sum(_bytes_read(each) for each in used)),
+        round(sum(bytes_read(each) for each in used)),
     ]
     if shards is not None and shards.processes > 1:
         device = slots[0].slots.device
@@ -124,7 +123,7 @@ def make_report(
     )
 
 
-def _bytes_read(layer: SlotLayer) -> float:
+def bytes_read(layer: SlotLayer) -> float:
     """Bytes of keys, values and tables that the last decoded token has read."""
     slots = layer.slots
     return layer.pairs_read * slots.token_bytes * slots.batch * slots.kv_heads
@@ -157,18 +156,14 @@ class KeptLayer:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """What the layers of a cache hold of one text.
-
-    Layers with a sliding window hold that and nothing else, so they are left out where others are
-    there.
+    """What the layers of a cache hold of one text; those with a window only if there are no others.
 
     Attributes:
         tokens: of the text, as far as it has been read.
         mark: what the marks mean; None: there are none.
         reads: decoded tokens that `read` marks cover.
-        score: (tokens,) uint8, the rank of each token's importance when it was last judged, among
-            all tokens of the text. Importance is the mean over layers and heads. 0 where no cut has
-            judged a token. None where nothing was recorded or cut.
+        score: (tokens,) uint8, the rank of each token's importance, the mean over layers and heads,
+            when it was last judged; 0: never. None where nothing was recorded or cut.
     """
 
     tokens: int
@@ -204,11 +199,7 @@ class HasLayers(Protocol):
 
 
 def kept_tokens(cache: HasLayers, row: int = 0) -> KeptTokens:
-    """Find out which tokens of a batch entry a cache holds.
-
-    Args:
-        row: the batch entry.
-    """
+    """Find out which tokens of a batch entry a cache holds."""
     tokens = cache.tokens_seen()[row]
     free = [layer for layer in cache.slot_layers if layer.window is None]
     layers = free or cache.slot_layers

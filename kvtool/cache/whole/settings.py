@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -17,6 +17,9 @@ from kvtool.cache.steps.call import Placement, Unstored
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError
+from kvtool.maths.rotation import Rotation
+from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.numbers import ALL_HERE, KVHeads
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget
@@ -51,6 +54,11 @@ class CacheSettings:
         return frozenset(kv_sharing_layers(self.config))
 
     @cached_property
+    def shapes(self) -> list[LayerShape | None]:
+        """What each layer stores, in all processes together."""
+        return layer_shapes(self.config)
+
+    @cached_property
     def renumbers(self) -> bool:
         """Whether keys are rotated by their places in the cache."""
         return self.policy.score.positions == "cache"
@@ -65,7 +73,7 @@ def _nobody() -> None:
 
 @dataclass(frozen=True)
 class ModelLink:
-    """The model that a cache was built for.
+    """The model that a cache was built for, and what its policy has asked of it.
 
     Attributes:
         model: returns it, None once it is gone.
@@ -73,7 +81,11 @@ class ModelLink:
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
             text; None where heads are not ranked.
         rope: how its RoPE depends on the length of the text; None: it does not.
-        hooks: show what enters its attention, as long as a cache holds them; None: nobody asked.
+        hooks: show what enters its attention, as long as a cache holds them; None: not asked for.
+        rotations: of keys and queries, by layer.
+        centres: of queries, from a file, by layer.
+        projections: return the weight of the output projection, (hidden_size, heads * value_dim),
+            by layer.
     """
 
     model: Callable[[], PreTrainedModel | None] = _nobody
@@ -81,6 +93,9 @@ class ModelLink:
     head_ranks: Tensor | None = None
     rope: LengthRope | None = None
     hooks: object = None
+    rotations: Mapping[int, Rotation | None] = field(default_factory=dict)
+    centres: Mapping[int, QueryCentres] = field(default_factory=dict)
+    projections: Mapping[int, Callable[[], Tensor]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> ModelLink:
         return self  # never changed
@@ -135,11 +150,7 @@ class FedTokens:
         return end, torch.cat(ids, 1) if ids else None
 
     def behind(self, text: Tensor | None) -> tuple[int | None, Tensor | None]:
-        """Return how much of the text is known, and it, (batch, n) on the host: a sync.
-
-        Args:
-            text: what was noted before.
-        """
+        """Return how much of the text is known, and it, (batch, n) on the host: a sync."""
         end, ids = self._joined()
         if ids is None:
             return self.start, text
@@ -161,7 +172,7 @@ class ForwardState:
         fed: ids of forwards since the text was noted.
         placement: where it has placed its tokens; None: by their place in the text.
         hidden: (batch, q_len, hidden_size), what enters the attention of the running layer; None:
-            nobody asked.
+            not asked for.
         unstored: who attends its tokens, which are not stored; None: they are.
         logits_asked: its `logits_to_keep`.
         in_prompt: whether it is a part of a prompt that was announced.
@@ -199,12 +210,9 @@ class ForwardState:
         self.last_block = last
 
     def check_placed(self, layer: SlotLayer) -> None:
-        """Refuse a forward without a placement, over a layer that places tokens anew.
-
-        Raises:
-            KvtoolError: it is such a one.
-        """
-        if self.placement is None or not self.placement.follows(layer):
+        """Refuse a forward that has placed no tokens, over a layer that places them anew."""
+        placed = self.placement
+        if placed is None or (layer.seen_device is None and placed.seen != layer.seen):
             raise KvtoolError(
                 f"`{layer.policy}` numbers tokens by their place in the cache, "
                 "and this forward has not asked for it",
@@ -302,7 +310,7 @@ class RopeLengths:
     """The lengths for which the factors of a cache were chosen.
 
     Attributes:
-        lengths: one for each batch entry, or one for all; as `LengthRope.factors_for` returns them.
+        lengths: one for each batch entry, or one for all, by `LengthRope.factors_for`.
     """
 
     lengths: tuple[int, ...]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NoReturn
@@ -20,7 +20,7 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
-from kvtool.cache.whole.budgets import ModelFacts, StoredBudgets
+from kvtool.cache.whole.budgets import StoredBudgets
 from kvtool.cache.whole.layers import make_layers
 from kvtool.cache.whole.report import CacheReport, make_report
 from kvtool.cache.whole.settings import (
@@ -34,8 +34,6 @@ from kvtool.cache.whole.settings import (
 from kvtool.documents.messages import ChatHistory
 from kvtool.documents.plan import PlanDocument
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.maths.rotation import Rotation
-from kvtool.policies.evidence import QueryCentres
 from kvtool.policies.policy import Policy, reads_whole
 from kvtool.sizes import Budget
 
@@ -50,8 +48,7 @@ class CacheState(Cache):
         settings: what it was made with.
         link: the model that it was built for.
         slot_layers: the attention layers.
-        recurrent: whether any layer has a recurrence.
-        linear: which layers have nothing else.
+        recurrent: whether any layer has a recurrence; `linear`: which have nothing else.
         meter: bytes of keys and values of all layers.
         budgets: what layers and batch entries may keep.
         parts: what features keep for all layers, by name.
@@ -71,24 +68,20 @@ class CacheState(Cache):
         plan: PlanDocument | None = None,
         *,
         link: ModelLink | None = None,
-        rotations: Sequence[Rotation | None] = (),
-        centres: Mapping[int, QueryCentres] | None = None,
-        projections: Mapping[int, Callable[[], Tensor]] | None = None,
     ) -> None:
         promised = plan is not None or (budget is not None and budget.bytes is not None)
         self.meter = ByteMeter(promised=promised)
-        layers = make_layers(config, policy, self.meter, rotations, centres, projections)
+        self.link = link or ModelLink()
+        layers = make_layers(config, policy, self.meter, self.link)
         super().__init__(layers=layers)
         self.slot_layers = [layer for layer in self.layers if isinstance(layer, SlotLayer)]
         recurrent = [isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers]
         self.recurrent = any(recurrent)
         slots = [isinstance(layer, SlotLayer) for layer in layers]
         self.linear = [a and not b for a, b in zip(recurrent, slots, strict=True)]
-        self.link = link or ModelLink()
-        facts = ModelFacts(config)
-        self.budgets = StoredBudgets(self.slot_layers, policy, budget, plan, facts)
         block = None if reads_whole(policy, planned=plan is not None) else block
         self.settings = CacheSettings(config, policy, budget, block, kernel, plan)
+        self.budgets = StoredBudgets(self.slot_layers, self.settings)
         self.parts = make_cache_parts(self.slot_layers, policy)
         self.running, self._text, self.changing = ForwardState(), Text(), False
         self.groups, self.static = LayerGroups(), StaticSteps()
@@ -171,19 +164,11 @@ class CacheState(Cache):
     def end_with(
         self, chat: Literal["open", "answer"] | None, history: ChatHistory | None = None
     ) -> None:
-        """Note what a conversation ends with: an `open` message, an `answer`, or nothing known.
-
-        Args:
-            history: its messages, where they are known.
-        """
+        """Note the end of a conversation, an `open` message or an `answer`, and its messages."""
         self._text = replace(self.text, chat=chat, history=history)
 
     def kept_positions(self, layer: int) -> Tensor:
-        """True positions of the tokens that a layer holds.
-
-        Returns:
-            (batch, kv_heads, slots) int64, ascending, -1 at the end where a head holds fewer.
-        """
+        """True positions of what a layer holds: (batch, kv_heads, slots) int64, -1 at the end."""
         slots = self.slot_layer(layer)
         if not slots.is_initialized:
             raise KvtoolError("the cache is empty: nothing has been fed to it yet")
@@ -236,11 +221,7 @@ class CacheState(Cache):
         self.layers[layer.index] = layer
 
     def check_whole(self) -> None:
-        """Refuse to go on from a forward that broke off inside.
-
-        Raises:
-            KvtoolError: an exception or Ctrl-C ended the last forward, or the last prompt.
-        """
+        """Refuse to go on from a forward that an exception or Ctrl-C has ended (KvtoolError)."""
         if self.changing:
             raise KvtoolError(
                 "the last forward over this cache was interrupted: some of its layers have seen "
@@ -272,9 +253,6 @@ class CacheState(Cache):
 
         Args:
             lengths: tokens that each batch entry will have at the end of what is fed now.
-
-        Raises:
-            UsageError: keys in the cache were rotated by other factors than these lengths need.
         """
         rope, chosen = self.link.rope, self.rope.chosen
         if rope is None:
@@ -287,16 +265,13 @@ class CacheState(Cache):
             self.check_rope(lengths)
 
     def check_rope(self, lengths: Sequence[int]) -> int | None:
-        """Refuse texts that outgrow the factors by which the keys in the cache were rotated.
+        """Refuse texts that outgrow the factors by which the keys were rotated (UsageError).
 
         Args:
             lengths: tokens that each batch entry will have.
 
         Returns:
             How many more tokens each of them may have; None: any number.
-
-        Raises:
-            UsageError: one that outgrows them.
         """
         rope, chosen, rooms = self.link.rope, self.rope.chosen, list[int]()
         if rope is None or chosen is None:
@@ -393,21 +368,21 @@ class CacheState(Cache):
         seen = self.first_layer.seen
         stay = tokens_to_remove if tokens_to_remove > 0 else seen + tokens_to_remove
         tokens = min(max(seen - stay, 0), seen)
-        if tokens:
-            self._check_crop(tokens)
-            text = self.text
-            ids = None if text.input_ids is None else text.input_ids[:, : seen - tokens]
-            self.ungroup()
-            self.static.forget()
+        if not tokens:
+            return
+        self._check_crop()
+        text = self.text
+        ids = None if text.input_ids is None else text.input_ids[:, : seen - tokens]
+        self.ungroup()
+        self.static.forget()
         super().crop(-tokens)
-        if tokens:
-            self._text = Text(ids, plain=text.plain)
-            self.running.note_text(None if ids is None else seen - tokens)
+        self._text = Text(ids, plain=text.plain)
+        self.running.note_text(None if ids is None else seen - tokens)
 
-    def _check_crop(self, tokens: int) -> None:
+    def _check_crop(self) -> None:
         """Refuse to crop before any layer has been cropped."""
         self.check_whole()
-        whys = [layer.why_no_crop(tokens) for layer in self.slot_layers]
+        whys = [layer.why_no_crop() for layer in self.slot_layers]
         others = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         if not all(layer.is_croppable for layer in others):
             whys.append("its recurrent layers do not go back")
@@ -450,7 +425,8 @@ class CacheState(Cache):
         Keys and values are not copied as long as new ones only come behind them; a policy that
         writes over a stored key copies its layer once. May be nested.
         """
-        stores = [store.slots for layer in self.slot_layers for store in layer.stores_in_use]
+        used = [layer for layer in self.slot_layers if layer.is_initialized]
+        stores = [store.slots for layer in used for store in layer.stores]
         before = self.copy_but([tensor for each in stores for tensor in each.stored.values()])
         for each in stores:
             each.share()

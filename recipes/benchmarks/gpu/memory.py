@@ -18,9 +18,9 @@ from kvtool.cli.main import run as kvtool_command
 from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.generation import decode_step, prefill
 from kvtool.model_shape import layer_shapes
-from kvtool.planning.estimate import prompt_bytes
-from kvtool.planning.bytes import Text, forecast
 from kvtool.planning.budgets import even_budgets
+from kvtool.planning.bytes import Text, forecast
+from kvtool.planning.estimate import prompt_bytes
 from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from recipes.benchmarks.gpu.live import live_bytes

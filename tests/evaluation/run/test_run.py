@@ -132,7 +132,7 @@ def put(*way, value):
         ("niah.jsonl", lambda line: "9" * 5000, "a number of 5000 digits"),
         ("niah.jsonl", lambda line: '{"key": "a"}', "configuration: is required"),
         ("niah.jsonl", put("cost", value=[1]), "cost: must be a mapping, got a list"),
-        ("niah.jsonl", put("cost", "kv_bytes", value=None), "cost: has bytes that are null"),
+        ("niah.jsonl", put("cost", "kv_bytes", value=None), "cost: has no kv_bytes, and not all"),
         ("niah.jsonl", put("cost", "decode_s", value=-1), "cost.decode_s: must be at least 0"),
         ("niah.jsonl", put("scores", "em", value=1e200), "scores.em: must be at most"),
         ("niah.jsonl", put("id", value="\ud800"), "half of a surrogate pair"),
