@@ -1,6 +1,6 @@
 """Settings declared once: a field, the flag that sets it, and its place in a recipe.
 
-A field of a command's settings is annotated with its `Flag`. The sections of a recipe that flags
+A field of a command's settings is declared by `flag`. The sections of a recipe that flags
 set are declared here too: schemas inherit them, and `as_flags` turns them into options.
 """
 
@@ -57,6 +57,20 @@ class Flag:
         return self.sets is not None
 
 
+def flag(usage: str, help: str, *, default: Any = None, **more: Any) -> Any:
+    """Declare the field of a setting with its flag.
+
+    Args:
+        usage: the option as a help shows it (`--budget -b=SIZE`), or the argument (`FOLDER`).
+        more: further attributes of `Flag`.
+    """
+    names, _, metavar = usage.partition("=") if usage.startswith("-") else ("", "", usage)
+    metadata = {"flag": Flag(names, metavar=metavar or None, help=help, **more)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
 @dataclass(frozen=True)
 class Setting:
     """A field that has a flag.
@@ -82,24 +96,23 @@ class Setting:
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """Yield the settings of a dataclass in the order of its fields, its bases' first."""
-    types, hints = get_type_hints(kind), get_type_hints(kind, include_extras=True)
+    types = get_type_hints(kind)
     for each in fields(kind):
-        more = getattr(hints[each.name], "__metadata__", ())
-        flag = next((item for item in more if isinstance(item, Flag)), None)
-        if flag is not None:
+        if "flag" in each.metadata:
             factory = each.default_factory
             default = each.default if factory is MISSING else factory()
-            yield Setting(each.name, flag, types[each.name], default)
+            yield Setting(each.name, each.metadata["flag"], types[each.name], default)
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
     """Return the options that set the section of a recipe at `under`; None sets nothing."""
     made: list[Any] = []
     for each in settings_of(section):
-        if each.name not in leave_out:
-            flag = replace(each.flag, key=f"{under}.{each.name}")
-            kind, default = (bool, False) if flag.is_switch else (each.typed | None, None)
-            made.append((flag.name, Annotated[kind, flag], field(default=default)))
+        if each.name in leave_out:
+            continue
+        own = replace(each.flag, key=f"{under}.{each.name}")
+        kind, default = (bool, False) if own.is_switch else (each.typed | None, None)
+        made.append((own.name, kind, field(default=default, metadata={"flag": own})))
     return make_dataclass(
         f"{section.__name__}Flags",
         made,
@@ -129,56 +142,36 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class ModelFields:
     """How a model runs: the keys of a recipe's `model` beside its `id`."""
 
-    revision: Annotated[
-        Name | None,
-        Flag("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
-    ] = None
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "--dtype",
-            help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
-            env="KVTOOL_DTYPE",
-        ),
-    ] = "auto"
-    device: Annotated[
-        Name,
-        Flag(
-            "--device",
-            metavar="auto|cpu|cuda[:i]|..",
-            help="Where the model runs; other devices of torch (mps, xpu ..) are untested.  "
-            "[default: auto]",
-            env="KVTOOL_DEVICE",
-        ),
-    ] = "auto"
-    device_map: Annotated[
-        Name | None,
-        Flag(
-            "--device-map",
-            metavar="MAP",
-            help="Spread layers over devices, as in transformers (auto ..).",
-        ),
-    ] = None
-    tensor_parallel: Annotated[
-        bool,
-        Flag(
-            "--tensor-parallel",
-            help="Split every layer over the processes that torchrun started.",
-            after="allocator",
-        ),
-    ] = False
-    attn_implementation: Annotated[
-        Literal["auto", "eager", "sdpa", "flash_attention_2"],
-        Flag("--attn-implementation", help="Attention kernel.  [default: auto]"),
-    ] = "auto"
-    quantize: Annotated[
-        Literal["8bit", "4bit"] | None,
-        Flag(
-            "--quantize --weights",
-            help="Store the weights of linear layers in fewer bits, with bitsandbytes.",
-            later=True,
-        ),
-    ] = None
+    revision: Name | None = flag("--revision=REV", "Branch, tag or commit of a model on the hub.")
+    dtype: Dtype = flag(
+        "--dtype",
+        "auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
+        env="KVTOOL_DTYPE",
+        default="auto",
+    )
+    device: Name = flag(
+        "--device=auto|cpu|cuda[:i]|..",
+        "Where the model runs; other devices of torch (mps, xpu ..) are untested.  [default: auto]",
+        env="KVTOOL_DEVICE",
+        default="auto",
+    )
+    device_map: Name | None = flag(
+        "--device-map=MAP", "Spread layers over devices, as in transformers (auto ..)."
+    )
+    tensor_parallel: bool = flag(
+        "--tensor-parallel",
+        "Split every layer over the processes that torchrun started.",
+        after="allocator",
+        default=False,
+    )
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = flag(
+        "--attn-implementation", "Attention kernel.  [default: auto]", default="auto"
+    )
+    quantize: Literal["8bit", "4bit"] | None = flag(
+        "--quantize --weights",
+        "Store the weights of linear layers in fewer bits, with bitsandbytes.",
+        later=True,
+    )
 
 
 MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
@@ -192,54 +185,41 @@ class Asking:
     `query_aware: None` leaves it to the task, `max_length: None` is what the model was trained for.
     """
 
-    query_aware: Annotated[
-        bool | None,
-        Flag(
-            "--query-agnostic",
-            sets=False,
-            help="Compress the context before the question is known.",
-        ),
-    ] = None
-    keep_question: Annotated[
-        bool,
-        Flag(
-            "--keep-question",
-            sets=True,
-            help="With it, keep the question whole beside the budget.",
-            later=True,
-        ),
-    ] = False
-    shared_prefill: Annotated[
-        bool,
-        Flag(
-            "--shared-prefill",
-            sets=True,
-            help="Read each prompt once for all variants that can share the run; its seconds are "
-            "then those of all together.",
-            after="prefill",
-            later=True,
-        ),
-    ] = False
-    answers: Annotated[
-        Literal["decoded", "scored"],
-        Flag(
-            "--answers",
-            help="scored: feed the right answer, mostly in one run, in place of decoding one; adds "
-            "its NLL.  [default: decoded]",
-            later=True,
-        ),
-    ] = "decoded"
-    chat_template: Annotated[
-        Template, Flag("--chat-template", help="Put prompts into the model's chat template.")
-    ] = "auto"
-    max_length: Annotated[
-        int | None,
-        Flag("--max-length", metavar="N", typed=str | None, help="Cut longer prompts to N tokens."),
-    ] = None
-    truncate: Annotated[
-        Literal["middle", "left", "error"],
-        Flag("--truncate", help="Where long prompts are cut.  [default: middle]"),
-    ] = "middle"
+    query_aware: bool | None = flag(
+        "--query-agnostic", "Compress the context before the question is known.", sets=False
+    )
+    keep_question: bool = flag(
+        "--keep-question",
+        "With it, keep the question whole beside the budget.",
+        sets=True,
+        later=True,
+        default=False,
+    )
+    shared_prefill: bool = flag(
+        "--shared-prefill",
+        "Read each prompt once for all variants that can share the run; its seconds are "
+        "then those of all together.",
+        sets=True,
+        after="prefill",
+        later=True,
+        default=False,
+    )
+    answers: Literal["decoded", "scored"] = flag(
+        "--answers",
+        "scored: feed the right answer, mostly in one run, in place of decoding one; adds "
+        "its NLL.  [default: decoded]",
+        later=True,
+        default="decoded",
+    )
+    chat_template: Template = flag(
+        "--chat-template", "Put prompts into the model's chat template.", default="auto"
+    )
+    max_length: int | None = flag(
+        "--max-length=N", "Cut longer prompts to N tokens.", typed=str | None
+    )
+    truncate: Literal["middle", "left", "error"] = flag(
+        "--truncate", "Where long prompts are cut.  [default: middle]", default="middle"
+    )
 
     @property
     def template(self) -> Template:

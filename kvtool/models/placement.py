@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.lazy_torch import torch
 from kvtool.model_shape import layer_shapes, stored_dtype
@@ -235,27 +234,3 @@ def weight_bytes(
         return whole
     layers = linear_layers(model)
     return whole + sum(each.bytes(bits) - each.numbers * wanted.itemsize for each in layers)
-
-
-def device_memory(
-    config: Any,
-    dtype: str,
-    device: str,
-    where: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    spread: bool = False,
-    bits: Bits | None = None,
-    name: str | None = None,
-    memory: int | None = None,
-) -> DeviceMemory:
-    """Estimate what a model's weights will take of a device, and what is free there.
-
-    Args:
-        device: `cpu`, `cuda` or `cuda:1`.
-        spread: whether the model is spread over all GPUs.
-        bits, name: as for `weight_bytes`.
-        memory: of the device, in bytes; None: what is free there.
-    """
-    place, free = (device, memory) if memory else free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, where, bits=bits, name=name)
-    return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

@@ -15,7 +15,7 @@ from kvtool.extras import require
 from kvtool.lazy_torch import torch
 from kvtool.model_shape import stored_dtype
 from kvtool.models.folder import Source
-from kvtool.planning.parameters import Bits, Matrix, is_quantised, stored_bytes
+from kvtool.planning.parameters import Bits, Matrix, folder_bytes, is_quantised
 
 _KINDS = ("cpu", "cuda", "xpu")  # of devices that bitsandbytes runs on
 
@@ -74,7 +74,7 @@ def _by_bitsandbytes(config: Any) -> bool:
 
 def checkpoint_bytes(source: Source) -> int | None:
     """Count the bytes of the tensors of a checkpoint that is quantised; None: it is not here."""
-    return stored_bytes(Path(source.place)) if source.is_here else None
+    return folder_bytes(Path(source.place)) if source.is_here else None
 
 
 def linear_layers(model: torch.nn.Module) -> list[Matrix]:

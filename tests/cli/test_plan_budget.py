@@ -95,8 +95,7 @@ def test_a_longest_context_that_no_text_has_is_refused(kvtool):
     assert (done.code, done.out) == (2, "")
     told, hint = done.err.splitlines()
     assert told.endswith(
-        "gives 99999999999 tokens as its longest context, more than the 2147483647 that can be "
-        "planned for"
+        "gives 99999999999 tokens as its longest context, and up to 2147483647 can be planned for"
     )
     assert hint == "hint: --context 32K"
     asked = ("--ratio", "20%", "--allocator", "uniform", "--context", "1K")
@@ -413,7 +412,7 @@ REFUSED = {  # arguments, what the error says, what the hint says
     "unknown allocator": (["-b", "9", "--allocator", "d20"], "no allocator named `d20`", "`d2o`"),
     "no measurement": (
         ["-b", "9", "--allocator", "optimal"],
-        "`optimal` needs `answer_loss`, which the profile lacks",
+        "`optimal` needs a profile with `answer_loss`, and this one lacks it",
         "kvtool profile --metrics answer_loss",
     ),
     "nothing to plan": (

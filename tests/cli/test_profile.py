@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "policy for nothing": (["-p", "h2o"], "--policy is that of output_error", "output_error"),
     "budgets for nothing": (["--budgets", "9"], "--budgets is that of output_error", None),
-    "no picture": (["--plot", "p.doc"], "--plot: `p.doc` is no picture", ".png"),
+    "no picture": (["--plot", "p.doc"], "--plot must end in .png, .svg, .pdf, got `p.doc`", None),
     "no folder": (["--plot", "gone/p.png"], "--plot: folder `gone` does not exist", "mkdir"),
     "memory has no picture": (
         ["--plot", "p.png", "--metrics", "memory"],

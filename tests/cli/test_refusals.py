@@ -49,7 +49,7 @@ REFUSED = {  # arguments after `generate`: exit code, the error line, what the h
     "twice by two names": (["-b", "9", "--budget", "9"], 2, "--budget is given twice", None),
     "no GGUF": (["-m", "a.gguf"], 2, "`a.gguf` is no GGUF file", None),
     "quantised, not said": (["-m", "old"], 1, "`old` are quantised (GPTQ or AWQ)", "made from"),
-    "folder as cache": (["--cache", "empty"], 2, "cache file `empty` is a folder", "file in it"),
+    "folder as cache": (["--cache", "empty"], 2, "cache file `empty` is a folder", "--cache book"),
     "no cache": (["--cache", "latin1.txt"], 1, "`latin1.txt` is not a whole cache file", None),
     "no folder to write": (["-o", "gone/a.txt"], 2, "--output: folder `gone` does", "mkdir"),
     "one file for two": (["-o", "a", "--save", "a"], 2, "both write `a`", None),

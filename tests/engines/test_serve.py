@@ -236,7 +236,7 @@ HI = [{"role": "user", "content": "Hi"}]
     ("path", "body", "status", "words"),
     [
         (CHAT, b"{", 400, "not JSON"),
-        (CHAT, b"\xff", 400, "not UTF-8"),
+        (CHAT, b"\xff", 400, "not JSON"),
         (CHAT, [], 400, "a JSON object"),
         (CHAT, {}, 400, "messages is missing"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "message 0"),

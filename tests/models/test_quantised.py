@@ -15,7 +15,7 @@ from kvtool.models import reference
 from kvtool.models.load import load
 from kvtool.models.placement import weight_bytes
 from kvtool.models.quantised import check_quantise, linear_layers, loading_options
-from kvtool.planning.parameters import BITS, count_parameters, stored_bytes, weights_bytes
+from kvtool.planning.parameters import BITS, count_parameters, folder_bytes, weights_bytes
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 HERE = find_spec("bitsandbytes") is not None
@@ -118,7 +118,7 @@ def test_files_say_what_quantised_weights_take(tmp_path):
     folder = shutil.copytree(reference.path(), tmp_path / "small")
     config = family_model("llama").config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    assert weight_bytes(config, "float32", name=str(folder)) == stored_bytes(folder) > 0
+    assert weight_bytes(config, "float32", name=str(folder)) == folder_bytes(folder) > 0
     (folder / "model.safetensors").unlink()
     assert weight_bytes(config, "float32", name=str(folder)) is None
     assert weight_bytes(config, "float32") is None
