@@ -20,7 +20,7 @@ _HOMES = {
     "check_policy": "kvtool.calls.check_policy",
     "compress": "kvtool.calls.compress",
     "generate": "kvtool.calls.generate",
-    "load_results": "kvtool.calls.load_results",
+    "load_results": "kvtool.calls.evaluate",
     "plan": "kvtool.calls.plan",
     "evaluate": "kvtool.calls.evaluate",
     "export": "kvtool.calls.export",

@@ -12,7 +12,7 @@ from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
 from kvtool.cache.whole.cache import KVCache
 from kvtool.calls.check_policy import check_policy as check_policy
-from kvtool.calls.load_results import load_results as load_results
+from kvtool.calls.evaluate import load_results as load_results
 from kvtool.documents.generation import ExportDocument, GenerationDocument
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.profile import ProfileDocument

@@ -27,9 +27,6 @@ def require(extra: str, *, needed_by: str) -> None:
     Args:
         extra: `eval`, `plots`, `lm-eval`, `gguf`, `serve` or `bitsandbytes`.
         needed_by: what cannot be done without it, as it begins a sentence.
-
-    Raises:
-        UsageError: a package of it is not installed.
     """
     absent = _absent(extra)
     if absent:

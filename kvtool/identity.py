@@ -32,9 +32,6 @@ def config_hash(config: Any) -> str:
 
     Where the model was loaded from, in which dtype or bits of its weights, with which attention
     kernel and by which version of transformers does not change it.
-
-    Args:
-        config: a `PreTrainedConfig`, or the mapping its `to_dict` returns.
     """
     values = config if isinstance(config, dict) else config.to_dict()
     text = json.dumps(_stable(values), sort_keys=True, default=str)

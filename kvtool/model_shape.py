@@ -132,10 +132,7 @@ def stores_latents(config: Any) -> bool:
 
 
 def _fact(config: Any, name: str, kind: str) -> Any:
-    """Return an entry of a configuration, None without it.
-
-    Inkling gives its layers that slide over a window entries of their own.
-    """
+    """Return an entry of a configuration, None without it."""
     own = getattr(config, f"swa_{name}", None) if kind in SLIDING else None
     return own or getattr(config, name, None)
 

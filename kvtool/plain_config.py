@@ -12,13 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 _SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -36,21 +31,15 @@ _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 _ROPES = {
     "default": ("rope_theta",),
     "llama3": (
-        "rope_theta",
-        "original_max_position_embeddings",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
+        *("rope_theta", "original_max_position_embeddings", "factor"),
+        *("low_freq_factor", "high_freq_factor"),
     ),
 }
 _DTYPES = ("float32", "bfloat16", "float16")
 _COMMON = (
     *_SIZES,
     *_TOKENS,
-    "hidden_act",
-    "initializer_range",
-    "rms_norm_eps",
-    "attention_dropout",
+    *("hidden_act", "initializer_range", "rms_norm_eps", "attention_dropout"),
     "tie_word_embeddings",
 )
 _QWEN = (*_COMMON, "use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -79,25 +68,23 @@ _GENERAL = {
 
 @dataclass(frozen=True)
 class PlainConfig:
-    """A configuration with the attributes that planning asks for, named as in transformers.
+    """A configuration whose entries are attributes, named as in transformers.
 
     Attributes:
         dtype: of the checkpoint; None where it does not say.
+        head_dim: numbers of a key in one head.
         entries: what `to_dict` returns, but for what computes nothing.
     """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    head_dim: int
-    sliding_window: int | None
     dtype: str | None
+    head_dim: int
     entries: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        entries = vars(self).get("entries", {})
+        if name not in entries:
+            raise AttributeError(name)
+        return entries[name]
 
     @property
     def per_layer_config(self) -> list[PlainConfig]:
@@ -106,7 +93,7 @@ class PlainConfig:
 
     def cache_layers(self) -> list[tuple[str, dict[str, Any]]]:
         """Return the kind of every cache layer and the arguments that make it."""
-        width = self.sliding_window
+        width = self.entries.get("sliding_window")
         layer: tuple[str, dict[str, Any]] = ("full_attention", {})
         if width is not None:
             layer = ("sliding_attention", {"sliding_window": width})
@@ -150,20 +137,8 @@ def plain_config(data: Mapping[str, Any]) -> PlainConfig | None:
     head_dim = entries.get("head_dim") or width // heads
     if "head_dim" in fields:
         entries = entries | {"head_dim": head_dim}
-    return PlainConfig(
-        model_type=family,
-        vocab_size=entries["vocab_size"],
-        hidden_size=width,
-        intermediate_size=entries["intermediate_size"],
-        num_hidden_layers=entries["num_hidden_layers"],
-        num_attention_heads=heads,
-        num_key_value_heads=entries["num_key_value_heads"],
-        max_position_embeddings=entries["max_position_embeddings"],
-        head_dim=head_dim,
-        sliding_window=entries.get("sliding_window"),
-        dtype=dtype,
-        entries=entries | _GENERAL | {"model_type": family, "rope_parameters": rope},
-    )
+    entries = entries | _GENERAL | {"model_type": family, "rope_parameters": rope}
+    return PlainConfig(dtype, head_dim, entries)
 
 
 def _plain_values(entries: Mapping[str, Any]) -> bool:

@@ -56,11 +56,7 @@ class Processes:
         return self._broadcast((result, 0))[0]
 
     def wait(self) -> None:
-        """Wait until every process has come here.
-
-        Raises:
-            KvtoolError: one of them has ended.
-        """
+        """Wait until every process has come here."""
         if self.count > 1:
             from torch import distributed
 
@@ -100,11 +96,7 @@ def started() -> Processes:
 
 
 def check_alone(command: str) -> None:
-    """Refuse to do the same work in each of several processes.
-
-    Raises:
-        UsageError: this is one of several.
-    """
+    """Refuse to do the same work in each of several processes."""
     count = started().count
     if count > 1:
         raise UsageError(

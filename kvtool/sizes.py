@@ -79,19 +79,14 @@ def parse_count(text: str | int) -> int:
     32768
     """
     text = _typed(text)
-    if _QUANTITY.fullmatch(text) is None:
+    known = _QUANTITY.fullmatch(text)
+    number, unit = _split(text) if known is not None else (Fraction(0), text)
+    if unit not in (*_COUNT_UNITS, "k"):
         raise UsageError(f"{quote(text)} is not a number of tokens", hint=_COUNT_EXAMPLES)
-    number, unit = _split(text)
-    if unit == "k":
-        raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
-    if unit not in _COUNT_UNITS:
-        raise UsageError(f"`{text}` is not a number of tokens", hint=_COUNT_EXAMPLES)
-    count = number * _COUNT_UNITS[unit]
-    if count.denominator != 1:
-        raise UsageError(f"`{text}` is not a whole number of tokens")
+    count = _whole(number, unit, f"`{text}`")
     if abs(count) > MOST_TOKENS:
         raise UsageError(f"`{text}` is above {MOST_TOKENS}, the most tokens that a text can have")
-    return int(count)
+    return count
 
 
 def parse_memory(text: str, name: str = "--memory") -> int:
@@ -181,16 +176,12 @@ class Budget:
             )
         if given[0] <= 0:
             raise UsageError(f"budget {_number(given[0])} is not above 0", hint=_EXAMPLES)
-        if self.tokens is not None and self.tokens > MOST_TOKENS:
-            raise UsageError(
-                f"budget {quote(self.tokens)} is above {MOST_TOKENS}, the most tokens of a text"
-            )
-        if self.bytes is not None and self.bytes > MOST_BYTES:
-            raise UsageError(f"budget {quote(self.bytes)} is above {MOST_BYTES} bytes")
         if self.ratio is not None and self.ratio > 1:
             raise UsageError(f"budget ratio {_number(self.ratio)} is above 1 (100%)")
-        if self.share is not None and self.share > 1:
-            raise UsageError(f"budget {AUTO}:{_percent(self.share)} is above 100%")
+        most = (MOST_TOKENS, 1, MOST_BYTES, 1)[values.index(given[0])]
+        if given[0] > most:
+            name = "share" if self.share is not None else "tokens" if self.tokens else "bytes"
+            raise UsageError(f"budget {quote(_number(given[0]))} is above {most} ({name})")
 
     @classmethod
     def parse(cls, value: str | int | float | Budget) -> Budget:
@@ -219,8 +210,6 @@ class Budget:
         if text.lower().startswith(AUTO):
             return cls(share=_share(text))
         number, unit = _split(text)
-        if unit == "k":
-            raise UsageError(f"lower-case `k` in `{text}` is ambiguous", hint=_upper_case_k(text))
         if unit == "%":
             return cls(ratio=number / 100)
         if unit.upper() in _BYTE_UNITS:
@@ -232,14 +221,11 @@ class Budget:
                 f"budget `{text}`: `{unit}` may mean 1000 or 1024",
                 hint=f"use `{better}` (powers of 1024)",
             )
-        if unit not in _COUNT_UNITS:
-            raise UsageError(f"budget `{text}` is not a size", hint=_EXAMPLES)
         if unit == "" and re.search(r"[.eE/]", text):
             return cls(ratio=number)
-        count = number * _COUNT_UNITS[unit]
-        if count.denominator != 1:
-            raise UsageError(f"budget `{text}` is not a whole number of tokens")
-        return cls(tokens=int(count))
+        if unit not in (*_COUNT_UNITS, "k"):
+            raise UsageError(f"budget `{text}` is not a size", hint=_EXAMPLES)
+        return cls(tokens=_whole(number, unit, f"budget `{text}`"))
 
     def for_prompt(self, n: int) -> int:
         """Return the tokens this budget means for a prompt of `n` tokens (not for bytes)."""
@@ -320,8 +306,17 @@ def _split(text: str) -> tuple[Fraction, str]:
         raise UsageError(f"`{text}` divides by zero") from None
 
 
-def _upper_case_k(text: str) -> str:
-    return f"use `{text.strip()[:-1].strip()}K` (x 1024)"
+def _whole(number: Fraction, unit: str, what: str) -> int:
+    """Return a whole number of tokens in a unit of counts."""
+    if unit == "k":
+        hint = f"use `{what[what.index('`') + 1 : -2].strip()}K` (x 1024)"
+        raise UsageError(
+            f"lower-case `k` in {what.removeprefix('budget ')} is ambiguous", hint=hint
+        )
+    count = number * _COUNT_UNITS[unit]
+    if count.denominator != 1:
+        raise UsageError(f"{what} is not a whole number of tokens")
+    return int(count)
 
 
 def _number(value: int | Fraction) -> str:

@@ -24,23 +24,26 @@ _STATES = ("conv", "linear_attention", "hybrid", "hybrid_sliding")
 
 @functools.cache
 def check_transformers() -> None:
-    """Refuse a transformers that is older than kvtool runs on, without importing it.
-
-    Raises:
-        KvtoolError: it is missing or too old.
-    """
-    from importlib.metadata import PackageNotFoundError, version
-
+    """Refuse a transformers that is older than kvtool runs on, without importing it."""
     oldest = ".".join(map(str, OLDEST))
     hint = f"pip install 'transformers>={oldest}'"
-    try:
-        found = version("transformers")
-    except PackageNotFoundError:
-        raise KvtoolError("transformers is not installed", hint=hint) from None
+    found = _installed()
+    if found is None:
+        raise KvtoolError("transformers is not installed", hint=hint)
     if _release(found) < OLDEST:
         raise KvtoolError(
             f"transformers {found} is installed, and kvtool runs on {oldest} or later", hint=hint
         )
+
+
+def _installed() -> str | None:
+    """Return the version of transformers, which is not imported; None: there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("transformers")
+    except PackageNotFoundError:
+        return None
 
 
 def gguf_splits() -> Collection[str]:
@@ -66,9 +69,7 @@ def _release(version: str) -> tuple[int, int]:
 @functools.cache
 def cache_argument() -> str:
     """Return what forwards and `generate` call their cache: before 5.24, `past_key_values`."""
-    from importlib.metadata import version
-
-    return "past_key_values" if _release(version("transformers")) < (5, 24) else "cache"
+    return "past_key_values" if _release(_installed() or "") < (5, 24) else "cache"
 
 
 @functools.cache
@@ -105,12 +106,7 @@ def returned_cache(output: object) -> Any:
 
 def reads_plain_configs() -> bool:
     """Return whether transformers reads a config.json as `kvtool.plain_config` does."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("transformers").startswith(_PLAIN)
-    except PackageNotFoundError:
-        return False
+    return (_installed() or "").startswith(_PLAIN)
 
 
 def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -118,9 +114,6 @@ def layer_types(config: Any) -> list[tuple[str, dict[str, Any]]]:
 
     Releases before 5.19 give the arguments once for all layers, those of all kinds together; those
     before 5.23 leave out layers that share the cache of another.
-
-    Args:
-        config: of a decoder.
     """
     from kvtool.plain_config import PlainConfig
 

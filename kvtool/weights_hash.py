@@ -53,8 +53,7 @@ def _offloaded(model: torch.nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
 
 def _add(digest: Any, leaf: Any) -> None:
     """Count one tensor, or a part of a quantised one, into a hash."""
-    if isinstance(leaf, DTensor):
-        leaf = leaf.to_local()
+    leaf = local_part(leaf)
     if isinstance(leaf, Tensor) and hasattr(leaf, "__tensor_flatten__"):
         for part in leaf.__tensor_flatten__()[0]:
             _add(digest, getattr(leaf, part))
@@ -75,6 +74,11 @@ def _add_sums(digest: Any, plain: Tensor) -> None:
         body = body.clone()
     digest.update(body.view(torch.int64).view(-1, _WORDS).sum(1).cpu().numpy().data)
     digest.update(tail.cpu().numpy().data)
+
+
+def local_part(weight: Any) -> Any:
+    """Return the part of a weight that this process holds, if it is split over processes."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -334,4 +334,4 @@ def test_the_first_page_counts_the_policies():
 
 
 def test_the_families_have_their_place():
-    assert "<!-- families -->" in TEXT[ROOT / "kvtool" / "models" / "README.md"]
+    assert "<!-- families -->" in TEXT[ROOT / "kvtool" / "models" / "reference.md"]

@@ -69,7 +69,7 @@ def test_reads_what_people_type(text, budget):
         ("9" * 5000, f"`{'9' * 200}...` is not a size", "64MiB"),
         pytest.param(10**5000, "a number of 5001 digits is not a size", "64MiB", id="beyond text"),
         ("2147483648", "budget `2147483648` is above 2147483647", None),
-        ("9e30TiB", "is above 9223372036854775807 bytes", None),
+        ("9e30TiB", "is above 9223372036854775807 (bytes)", None),
         ("１２", "`１２` is not a size", "64MiB"),
         (None, "budget `None` is not a size", "64MiB"),
         (True, "budget `True` is not a size", "64MiB"),

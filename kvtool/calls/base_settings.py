@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.output_settings import OutputSettings
-from kvtool.documents.settings import MODEL_SETTINGS, Flag, ModelFields, as_flags
+from kvtool.documents.files import check_name
+from kvtool.documents.settings import MODEL_SETTINGS, ModelFields, as_flags, flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
-from kvtool.sizes import LARGEST_SEED, parse_memory
+from kvtool.sizes import LARGEST_SEED, parse_count, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
@@ -29,27 +32,43 @@ else:
     _SplitFlag = as_flags(ModelFields, leave_out=_ONE_PROCESS, under="model")
 
 
+def at_least(least: int, given: str | int, option: str) -> int:
+    """Read a number of tokens that has a lower bound.
+
+    Raises:
+        UsageError: no number of tokens, or a lower one.
+    """
+    count = parse_count(given)
+    if count < least:
+        raise UsageError(f"{option} must be {least} or more, got {given}")
+    return count
+
+
+def check_cache_file(path: Path) -> None:
+    """Refuse a saved cache that is not there.
+
+    Raises:
+        UsageError: it is not.
+    """
+    check_name(path, "--cache")
+    if not path.is_file():
+        why = "is a folder" if path.is_dir() else "does not exist"
+        raise UsageError(f"cache file `{path}` {why}", hint="--cache book.kv.safetensors")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(OutputSettings):
     """Settings of every command that runs a model."""
 
-    trust_remote_code: Annotated[
-        bool, Flag("--trust-remote-code", help="Run code that comes with the checkpoint.")
-    ] = False
-    seed: Annotated[
-        int | None,
-        Flag(
-            "--seed",
-            min=0,
-            max=LARGEST_SEED,
-            metavar="N",
-            help="Seed of everything random.  [default: 0]",
-            key="seed",
-        ),
-    ] = None
-    dry_run: Annotated[
-        bool, Flag("--dry-run", help="Print the resolved configuration and stop.", python=None)
-    ] = False
+    trust_remote_code: bool = flag(
+        "--trust-remote-code", "Run code that comes with the checkpoint.", default=False
+    )
+    seed: int | None = flag(
+        "--seed=N", "Seed of everything random.  [default: 0]", min=0, max=LARGEST_SEED, key="seed"
+    )
+    dry_run: bool = flag(
+        "--dry-run", "Print the resolved configuration and stop.", python=None, default=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +81,12 @@ class ModelSettings(_ModelFlags, RunSettings):
         environment: settings that variables of the environment gave, which recipes override.
     """
 
-    model: Annotated[
-        str | None,
-        Flag(
-            "--model -m",
-            metavar="ID|DIR|GGUF",
-            help="Model; smollm2: of its package.  [default: the bundled reference]",
-            key="model.id",
-            env="KVTOOL_MODEL",
-        ),
-    ] = None
+    model: str | None = flag(
+        "--model -m=ID|DIR|GGUF",
+        "Model; smollm2: of its package.  [default: the bundled reference]",
+        key="model.id",
+        env="KVTOOL_MODEL",
+    )
     loaded: Loaded | None = None
     environment: tuple[str, ...] = ()
 
@@ -86,9 +101,11 @@ class ModelSettings(_ModelFlags, RunSettings):
         """Return how the files of a checkpoint are asked for."""
         return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
-    def trusting(self) -> list[str]:
-        """Return the flag that lets the checkpoint's code run, where it may."""
-        return ["--trust-remote-code"] if self.trust_remote_code else []
+    def command(self, words: list[str], flags: dict[str, Any]) -> str:
+        """Spell a command with the flags that are not None, and one to trust the code if given."""
+        given = [each for pair in flags.items() if pair[1] is not None for each in pair]
+        trusting = ["--trust-remote-code"] if self.trust_remote_code else []
+        return shlex.join([*words, *map(str, given), *trusting])
 
 
 MEMORY_HELP = (
@@ -101,15 +118,7 @@ MEMORY_HELP = (
 class DeviceSettings(ModelSettings):
     """The memory of a device, which need not be one of this machine."""
 
-    device_memory: Annotated[
-        str | None,
-        Flag(
-            "--device-memory --memory",
-            metavar="SIZE",
-            help=MEMORY_HELP,
-            counts=False,
-        ),
-    ] = None
+    device_memory: str | None = flag("--device-memory --memory=SIZE", MEMORY_HELP, counts=False)
 
     @property
     def memory_there(self) -> int | None:
@@ -145,41 +154,21 @@ class RecipeSettings(_SplitFlag, DeviceSettings):
         set, unset: keys of the recipe.
     """
 
-    recipe: Annotated[
-        str | Source | PlanDocument | None,
-        Flag(
-            metavar="[RECIPE|PLAN|-]",
-            help="A recipe, or a plan of kvtool plan-budget; - stdin.",
-            python="plan",
-        ),
-    ] = None
-    allocator: Annotated[
-        str | None,
-        Flag(
-            "--allocator",
-            metavar="NAME",
-            help=f"Split the budget over layers: {', '.join(ALLOCATORS)}.",
-            key="allocator",
-        ),
-    ] = None
-    strict: Annotated[
-        bool,
-        Flag(
-            "--strict",
-            help="Refuse a plan for more memory than is free, in place of a warning.",
-            counts=False,
-        ),
-    ] = False
-    set: Annotated[
-        list[str],
-        Flag(
-            "--set -s",
-            metavar="KEY=VALUE",
-            help="Set a key of the recipe, last of all.",
-            python=None,
-        ),
-    ] = field(default_factory=list)
-    unset: Annotated[
-        list[str],
-        Flag("--unset", metavar="KEY", help="Remove a key of the recipe.", python=None),
-    ] = field(default_factory=list)
+    recipe: str | Source | PlanDocument | None = flag(
+        "[RECIPE|PLAN|-]", "A recipe, or a plan of kvtool plan-budget; - stdin.", python="plan"
+    )
+    allocator: str | None = flag(
+        "--allocator=NAME",
+        f"Split the budget over layers: {', '.join(ALLOCATORS)}.",
+        key="allocator",
+    )
+    strict: bool = flag(
+        "--strict",
+        "Refuse a plan for more memory than is free, in place of a warning.",
+        counts=False,
+        default=False,
+    )
+    set: list[str] = flag(
+        "--set -s=KEY=VALUE", "Set a key of the recipe, last of all.", python=None, default=[]
+    )
+    unset: list[str] = flag("--unset=KEY", "Remove a key of the recipe.", python=None, default=[])

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.export import export_loaded
 from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
-from kvtool.calls.kept import show_kept
 from kvtool.calls.request import (
     Request,
     choose_policy,
     configuration,
-    encode,
-    note_text,
     read_prefill,
     typed_prompt,
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import CompressionSettings
 from kvtool.errors import UsageError
-from kvtool.models.load import Loaded
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
 
@@ -30,7 +24,6 @@ if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CompressionDocument
     from kvtool.documents.plan import PlanDocument
-    from kvtool.generation import Compressed
     from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
 
@@ -83,7 +76,7 @@ def compress(
     )
     watcher = Watcher() if watcher is None else watcher
     resolved = resolve_settings(asked, "kvtool compress")
-    return prepare_compression(*resolved, watcher).read(watcher)[0]
+    return prepare_compression(*resolved, watcher).run(watcher)[0]
 
 
 @dataclass(frozen=True)
@@ -92,79 +85,20 @@ class CompressionRun:
 
     settings: CompressionSettings
     request: Request
-    prompt: str
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
         memory = estimate_run(self.settings, self.request, 0)
         return configuration(self.settings, self.request) | {"memory": memory}
 
-    def read(self, watcher: Watcher) -> tuple[KVCache, Compressed, Loaded]:
-        """Load the model, read the prompt, and save the cache if that is asked for."""
-        settings, source = self.settings, self.settings.source()
+    def run(self, watcher: Watcher) -> tuple[KVCache, CompressionDocument]:
+        """Load the model, read the prompt and save the cache as asked for."""
+        source, shows = self.settings.source(), watcher.shows_progress
         watcher.note_any(source.note())
-        shows = watcher.shows_progress
         with source.attached(note=watcher.note, progress=shows, keep=True) as loaded:
-            if settings.export_path is not None:
-                from kvtool.engines.vllm.virtual_prompt import refuse_model
+            from kvtool.calls.conversation import read_prompt
 
-                refuse_model(loaded.model)
-            cache = self.request.new_cache(loaded.model, record=settings.show is not None)
-            result = self._feed(loaded, cache, watcher)
-            if settings.save_path is not None:
-                _save(cache, settings.save_path, result, loaded)
-            if settings.export_path is not None:
-                _export(cache, settings.export_path, loaded, watcher)
-        show_kept(settings, loaded, cache, watcher)
-        return cache, result, loaded
-
-    def _feed(self, loaded: Loaded, cache: KVCache, watcher: Watcher) -> Compressed:
-        from kvtool.calls.conversation import begin
-        from kvtool.generation import compress as compress_prompt
-        from kvtool.generation.reading import reading
-
-        model, request = loaded.model, self.request
-        talk = begin(self.settings, loaded, cache, self.settings.system, watcher)
-        if talk is None:
-            prompt_ids = encode(loaded, self.prompt, first=True, source=request.source)
-        else:
-            prompt_ids = talk.context_ids(self.prompt)
-        request.check_length(prompt_ids.shape[1], watcher)
-        note_text(cache, model.config, prompt_ids.shape[1], 0, watcher)
-        cache.expect_length(prompt_ids.shape[1] + self.settings.new_tokens)
-        with reading(model, prompt_ids.shape[1], watcher):
-            if talk is None:
-                return compress_prompt(model, cache, prompt_ids, tokenizer=loaded.tokenizer)
-            return talk.read(self.prompt)
-
-    def run(self, watcher: Watcher) -> CompressionDocument:
-        """Read the prompt, and return what there is to say of it."""
-        from kvtool.calls.conversation import document_of_prompt
-
-        cache, result, loaded = self.read(watcher)
-        saved = self.settings.save_path
-        return document_of_prompt(self.request, loaded, cache, result, saved, watcher)
-
-
-def _save(cache: KVCache, path: Path, result: Compressed, loaded: Loaded) -> None:
-    from kvtool.cache.files.save import save_cache
-
-    save_cache(
-        cache,
-        path,
-        model=loaded.model,
-        input_ids=result.input_ids,
-        next_logits=result.next_logits,
-        model_name=loaded.name,
-    )
-
-
-def _export(cache: KVCache, path: Path, loaded: Loaded, watcher: Watcher) -> None:
-    exported = export_loaded(cache, loaded)
-    for line in exported.notes:
-        watcher.note(line)
-    exported.save(path)
-    watcher.note(f"exported {path}")
+            return read_prompt(self.settings, self.request, loaded, watcher)
 
 
 def prepare_compression(
@@ -179,14 +113,8 @@ def prepare_compression(
         UsageError, KvtoolError: as `compress`.
     """
     check_transformers()
-    settings.check_paths()
+    settings.check_output()
     settings.source().check()
-    return _resolve(settings, plan, watcher)
-
-
-def _resolve(
-    settings: CompressionSettings, plan: PlanDocument | None, watcher: Watcher
-) -> CompressionRun:
     if settings.policy is None:
         raise UsageError("no policy", hint="--policy h2o+caote; `kvtool policies` lists them")
     prompt, source = typed_prompt(settings)
@@ -200,4 +128,4 @@ def _resolve(
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)
     request = with_budget(settings, request, watcher, settings.new_tokens)
-    return CompressionRun(settings, request, prompt)
+    return CompressionRun(settings, request)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-from kvtool.documents.files import check_name, expand
-from kvtool.documents.settings import Dtype, Flag
+from kvtool.documents.files import check_writable, expand
+from kvtool.documents.settings import Dtype, flag
 from kvtool.errors import UsageError
-from kvtool.models.convert import convert, find_file
+from kvtool.models.load import convert, find_file
 
 _USAGE = "kvtool convert FILE.gguf FOLDER"
 
@@ -19,32 +18,22 @@ _USAGE = "kvtool convert FILE.gguf FOLDER"
 class ConvertSettings:
     """Which file is converted, where to, and how much is said of it."""
 
-    file: Annotated[
-        str | None,
-        Flag(
-            metavar="FILE.gguf|REPO:FILE.gguf", help="A GGUF file, or the name of one on the hub."
-        ),
-    ] = None
-    folder: Annotated[str | None, Flag(metavar="FOLDER", help="A folder to make.")] = None
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "--dtype",
-            metavar="DTYPE",
-            help="Of the weights: float32, bfloat16 or float16; auto is the file's own, and "
-            "bfloat16 where they are packed.",
-        ),
-    ] = "auto"
-    revision: Annotated[
-        str | None,
-        Flag("--revision", metavar="REV", help="Branch, tag or commit of a file on the hub."),
-    ] = None
-    quiet: Annotated[bool, Flag("--quiet -q", help="Say nothing but errors.")] = False
-    progress: Annotated[
-        bool | None,
-        Flag("--progress/--no-progress", help="Progress bars.  [default: on a terminal]"),
-    ] = None
-    debug: Annotated[bool, Flag("--debug", help="Show the traceback of an error.")] = False
+    file: str | None = flag(
+        "FILE.gguf|REPO:FILE.gguf", "A GGUF file, or the name of one on the hub."
+    )
+    folder: str | None = flag("FOLDER", "A folder to make.")
+    dtype: Dtype = flag(
+        "--dtype=DTYPE",
+        "Of the weights: float32, bfloat16 or float16; auto is the file's own, and "
+        "bfloat16 where they are packed.",
+        default="auto",
+    )
+    revision: str | None = flag("--revision=REV", "Branch, tag or commit of a file on the hub.")
+    quiet: bool = flag("--quiet -q", "Say nothing but errors.", default=False)
+    progress: bool | None = flag(
+        "--progress/--no-progress", "Progress bars.  [default: on a terminal]"
+    )
+    debug: bool = flag("--debug", "Show the traceback of an error.", default=False)
 
     def check(self) -> tuple[str, Path]:
         """Return the file and the folder, once both are known to be as they should.
@@ -56,16 +45,9 @@ class ConvertSettings:
             missing = "file" if self.file is None else "folder"
             raise UsageError(f"no {missing} is given", hint=_USAGE)
         folder = expand(self.folder)
-        check_name(folder, "FOLDER")
-        if folder.exists() and not folder.is_dir():
-            raise UsageError(f"`{folder}` is a file, not a folder")
-        if folder.is_dir() and os.listdir(folder):
-            raise UsageError(f"folder `{folder}` is not empty", hint="give a new folder")
-        parent = folder.absolute().parent
-        if not parent.is_dir():
-            raise UsageError(f"folder `{parent}` does not exist", hint=f"mkdir -p {parent}")
-        if not os.access(parent, os.W_OK):
-            raise UsageError(f"folder `{parent}` is not writable")
+        if folder.exists() and not (folder.is_dir() and not os.listdir(folder)):
+            raise UsageError(f"`{folder}` is no empty folder", hint="give a new folder")
+        check_writable(folder.absolute() / "config.json" if folder.exists() else folder, "FOLDER")
         find_file(self.file)
         return self.file, folder
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvtool.calls.base_settings import ModelSettings
+from kvtool.calls.base_settings import ModelSettings, check_cache_file
 from kvtool.calls.from_python import checked
-from kvtool.documents.files import check_name, check_writable, expand
-from kvtool.documents.settings import MODEL_SETTINGS, Dtype, Flag
+from kvtool.documents.files import check_writable, expand
+from kvtool.documents.settings import MODEL_SETTINGS, Dtype, flag
 from kvtool.engines.vllm.format import SUFFIX
 from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
@@ -17,9 +17,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import ExportDocument
-    from kvtool.engines.vllm.virtual_prompt import VirtualPrompt
     from kvtool.models.attached import ModelSource
-    from kvtool.models.load import Loaded
 
 _USAGE = "kvtool export book.kv.safetensors --to vllm --save exported/book.safetensors"
 
@@ -32,22 +30,14 @@ class ExportSettings(ModelSettings):
         dtype: of the exported keys and values; `auto`: that of the cache.
     """
 
-    file: Annotated[
-        str | None,
-        Flag(metavar="CACHE.safetensors", help="A cache that kvtool compress has saved."),
-    ] = None
-    to: Annotated[Literal["vllm"], Flag("--to", help="The engine that will load it.")] = "vllm"
-    save: Annotated[
-        str | None,
-        Flag("--save", metavar="FILE.safetensors", help="Write the exported cache here."),
-    ] = None
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "--dtype",
-            help="Of the exported keys and values; auto: that of the cache.  [default: auto]",
-        ),
-    ] = "auto"
+    file: str | None = flag("CACHE.safetensors", "A cache that kvtool compress has saved.")
+    to: Literal["vllm"] = flag("--to", "The engine that will load it.", default="vllm")
+    save: str | None = flag("--save=FILE.safetensors", "Write the exported cache here.")
+    dtype: Dtype = flag(
+        "--dtype",
+        "Of the exported keys and values; auto: that of the cache.  [default: auto]",
+        default="auto",
+    )
 
     @property
     def file_path(self) -> Path | None:
@@ -74,18 +64,18 @@ class ExportSettings(ModelSettings):
         Raises:
             UsageError: one is missing, cannot be, or they are the same.
         """
-        self.check_output()
         if self.file_path is None or self.save_path is None:
             missing = "cache is given" if self.file_path is None else "file to save to"
             raise UsageError(f"no {missing}", hint=_USAGE)
-        check_name(self.file_path, "CACHE")
-        if not self.file_path.is_file():
-            raise UsageError(f"cache file `{self.file}` does not exist")
-        _check_save(self.save_path)
-        for other, name in ((self.file_path, "the cache"), (self.output_path, "--output")):
-            if other is not None and other.resolve() == self.save_path.resolve():
-                raise UsageError(f"--save and {name} are the same file, `{other}`")
+        check_cache_file(self.file_path)
+        self.check_output()
+        _check_suffix(self.save_path)
+        if self.file_path.resolve() == self.save_path.resolve():
+            raise UsageError(f"--save would write over the cache `{self.file}`")
         return self.file_path, self.save_path
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {"--save": self.save_path, **super().outputs()}
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
@@ -101,12 +91,11 @@ class ExportSettings(ModelSettings):
         with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
             from kvtool.cache.files.load import load_cache
 
+            names = {"model_name": loaded.name, "tokenizer": loaded.tokenizer}
             cache = load_cache(file, loaded.model)
-            exported = export_loaded(cache, loaded, self.dtype)
-        for line in exported.notes:
-            watcher.note(line)
-        exported.save(save)
-        return document_of(exported, save)
+            return write_exported(
+                cache, save, watcher, model=loaded.model, dtype=self.dtype, **names
+            )
 
 
 def export(
@@ -153,33 +142,30 @@ def export(
         )
         return asked.run(watcher)
     path = expand(str(save))
-    _check_save(path)
+    check_writable(path, "--save")
+    _check_suffix(path)
+    return write_exported(cache, path, watcher, model=model, tokenizer=tokenizer, dtype=dtype)
+
+
+def write_exported(
+    cache: KVCache, path: Path, watcher: Watcher, *, dtype: str = "auto", **more: Any
+) -> ExportDocument:
+    """Export a cache into a file, and return what there is to say of it.
+
+    Args:
+        dtype: of the exported keys and values; `auto`: that of the model.
+        more: further arguments of `kvtool.engines.vllm.virtual_prompt.export_cache`.
+    """
+    import torch
+
+    from kvtool.documents.generation import ExportDocument
     from kvtool.engines.vllm.virtual_prompt import export_cache
 
-    exported = export_cache(cache, model=model, tokenizer=tokenizer, dtype=_torch_dtype(dtype))
+    exact = None if dtype == "auto" else getattr(torch, dtype)
+    exported = export_cache(cache, dtype=exact, **more)
     for line in exported.notes:
         watcher.note(line)
     exported.save(path)
-    return document_of(exported, path)
-
-
-def export_loaded(cache: KVCache, loaded: Loaded, dtype: str | None = None) -> VirtualPrompt:
-    """Export a cache of a loaded model."""
-    from kvtool.engines.vllm.virtual_prompt import export_cache
-
-    return export_cache(
-        cache,
-        model=loaded.model,
-        model_name=loaded.name,
-        tokenizer=loaded.tokenizer,
-        dtype=_torch_dtype(dtype),
-    )
-
-
-def document_of(exported: VirtualPrompt, path: Path) -> ExportDocument:
-    """Return what there is to say of an exported cache."""
-    from kvtool.documents.generation import ExportDocument
-
     metadata = exported.metadata
     return ExportDocument(
         model=metadata["model"],
@@ -193,9 +179,8 @@ def document_of(exported: VirtualPrompt, path: Path) -> ExportDocument:
     )
 
 
-def _check_save(path: Path) -> None:
-    """Refuse a file that cannot be written, or that an engine would not look at."""
-    check_writable(path, "--save")
+def _check_suffix(path: Path) -> None:
+    """Refuse a file that an engine would not look at."""
     if path.suffix != SUFFIX:
         raise UsageError(f"--save must end in {SUFFIX}, got `{path.name}`", hint=_USAGE)
 
@@ -208,11 +193,3 @@ def _stored_dtype(path: Path) -> str | None:
     found = [tensor.dtype for name, tensor in tensors.items() if name.endswith(".values")]
     name = str(found[0]).removeprefix("torch.") if found else ""
     return name if name in ("float32", "bfloat16", "float16") else None
-
-
-def _torch_dtype(name: str | None) -> Any:
-    if name is None or name == "auto":
-        return None
-    import torch
-
-    return getattr(torch, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.placement import (
-    device_memory,
-    free_memory,
     resolve_dtype,
     weight_bytes,
 )
@@ -34,7 +31,7 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.calls.plan_settings import PlanSettings
     from kvtool.documents.memory import ModelShape
-    from kvtool.documents.turns import Turns
+    from kvtool.documents.messages import Turns
     from kvtool.model_shape import LayerShape
 
 
@@ -130,19 +127,12 @@ def _run_of(
 
 def _memory_of(settings: DeviceSettings, run: Run) -> DeviceMemory:
     """Return the memory of the device that a call is for, and what its weights take of it."""
-    source = settings.source()
-    if source.loaded is not None:  # whose weights are in what is not free
-        place, free = free_memory(run.device)
-        free = settings.memory_there or free
-        return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
-    return device_memory(
+    return settings.source().device_memory(
         run.config,
         run.dtype,
         run.device,
-        source.where,
         spread=bool(settings.device_map or getattr(settings, "tensor_parallel", False)),
         bits=settings.quantize,
-        name=source.name,
         memory=settings.memory_there,
     )
 
@@ -228,7 +218,8 @@ class PlannedRun:
 
     def listed(self, plan: PlanDocument, ways: list[Way] | None) -> PlanDocument:
         """Return a plan with its device and, unless they are None, the ways in it."""
-        run, more = self.run, {}
+        run = self.run
+        more: dict[str, Any] = {}
         if ways is not None:
             more = {"ways": ways, "ways_source": self.losses.source}
         if run.memory is not None:
@@ -278,7 +269,6 @@ class PlannedRun:
 
     def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
         settings = self.settings
-        words = ["kvtool", "generate"]
         given = {
             "-m": settings.model,
             "--revision": settings.revision,
@@ -291,9 +281,7 @@ class PlannedRun:
             "--prefill": prefill if prefill == "block" else None,
             "-n": self.run.text.new or None,
         }
-        for flag, value in given.items():
-            words += [] if value is None else [flag, str(value)]
-        return shlex.join([*words, *settings.trusting()])
+        return settings.command(["kvtool", "generate"], given)
 
 
 def planned_run(

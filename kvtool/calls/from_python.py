@@ -106,7 +106,7 @@ def from_python(
     return kind(model=source.name, loaded=source.loaded, **checked(kind, values))
 
 
-def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+def checked(settings: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings as a command would have them, each of the type that it is declared with.
 
     Raises:
@@ -117,10 +117,11 @@ def checked(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     from kvtool.documents.source import first_mistake
 
     values = {name: _READ.get(name, _plain)(value) for name, value in given.items()}
-    for each in settings_of(kind):
+    for each in settings_of(settings):
         if each.name in values:
             bounds = Field(ge=each.flag.min, le=each.flag.max)
-            adapter = TypeAdapter(Annotated[each.type, bounds], config=ConfigDict(strict=True))
+            kind: Any = Annotated[each.type, bounds]
+            adapter = TypeAdapter[Any](kind, config=ConfigDict(strict=True))
             try:
                 adapter.validate_python(values[each.name])
             except ValidationError as error:
@@ -170,7 +171,7 @@ def _cache(cache: Any) -> Any:
 def _turns(turns: Any) -> Any:
     if isinstance(turns, (str, Path, NoneType)):
         return _plain(turns)
-    from kvtool.documents.turns import make_turns
+    from kvtool.documents.messages import make_turns
 
     if not isinstance(turns, Sequence):
         raise UsageError(f"turns must be a file or a list, got {quote(repr(turns))}")
@@ -183,7 +184,12 @@ def _recipe(recipe: Any) -> Any:
     return None if recipe is None else document_of(recipe, "a plan or recipe")
 
 
+def _memory(memory: Any) -> Any:
+    return f"{memory}B" if isinstance(memory, int) else memory
+
+
 _READ: dict[str, Callable[[Any], Any]] = {
+    "memory": _memory,
     "dtype": spell_dtype,
     "policy": read_policy,
     "budget": _budget,

@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.fitting import estimate_run, with_budget
 from kvtool.calls.from_python import UNSAID, Unsaid, from_python, takes
-from kvtool.calls.kept import show_kept
-from kvtool.calls.needle import NEEDLE, answer_prefix, compare_needle, note_needle, write_needle
+from kvtool.calls.needle import NEEDLE, answer_prefix, note_needle, write_needle
 from kvtool.calls.request import (
     Request,
     choose_policy,
     configuration,
-    open_cache,
     read_prefill,
     resumed_policy,
     typed_prompt,
 )
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.settings import GenerationSettings
-from kvtool.documents.turns import Turns, UserTurn, read_turns
+from kvtool.documents.messages import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
-from kvtool.models.load import Loaded
+from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
 from kvtool.processes import check_alone, joined
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Listener, Watcher
 
 if TYPE_CHECKING:
-    from kvtool.cache.whole.cache import KVCache
+    from kvtool.calls.conversation import Generated
     from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
-    from kvtool.policies.policy import Policy
     from kvtool.sizes import Budget
 
 
@@ -97,47 +95,6 @@ def generate(
 
 
 @dataclass(frozen=True)
-class Generated:
-    """What was generated, and the cache at its end.
-
-    Attributes:
-        stopped: whether a caller has ended it before it was done.
-    """
-
-    document: GenerationDocument
-    settings: GenerationSettings
-    request: Request
-    cache: KVCache
-    loaded: Loaded
-    stopped: bool
-
-    def finish(self, watcher: Watcher) -> None:
-        """Save and show the cache as asked for; say what bytes came to, and judge the needle."""
-        self.request.note_bytes(self.document.cache, watcher)
-        path = self.settings.save_path
-        if path is not None:
-            from kvtool.cache.files.save import save_cache
-
-            save_cache(self.cache, path, model=self.loaded.model, model_name=self.loaded.name)
-            watcher.note(f"saved {path}")
-        last = self.document.turns[-1] if self.document.turns else self.document
-        new, said = last.new_tokens, last.text.strip()
-        show_kept(self.settings, self.loaded, self.cache, watcher, new_tokens=new, answer=said)
-        alone = self.settings.loaded is None and not self.settings.tensor_parallel
-        if self.request.source == NEEDLE and watcher.listens and alone and not self.stopped:
-            shown = self.settings.show is not None
-            compare_needle(self.request, self.document, self._answer_anew, watcher, shown=shown)
-
-    def _answer_anew(self, request: Request) -> GenerationDocument:
-        """Answer the prompt in another cache."""
-        from kvtool.calls.conversation import answer
-
-        settings = replace(self.settings, compare_full=False, compile=False)
-        cache = request.new_cache(self.loaded.model)
-        return answer(settings, request, self.loaded, cache, Watcher(), Listener())
-
-
-@dataclass(frozen=True)
 class GenerationRun:
     """A generation that is all checked, as far as that goes without the model.
 
@@ -169,16 +126,9 @@ class GenerationRun:
         with joined():
             watcher.note_any(source.note())
             with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
-                from kvtool.calls.conversation import answer, converse  # a device is refused by now
+                from kvtool.calls.conversation import generated  # a device is refused by now
 
-                cache = open_cache(settings, self.request, loaded)
-                if self.turns is None:
-                    document = answer(settings, self.request, loaded, cache, watcher, listener)
-                else:
-                    document = converse(
-                        settings, self.request, self.turns, loaded, cache, watcher, listener
-                    )
-        return Generated(document, settings, self.request, cache, loaded, listener.has_enough)
+                return generated(settings, self.request, self.turns, loaded, watcher, listener)
 
 
 def prepare_generation(
@@ -194,10 +144,10 @@ def prepare_generation(
     """
     check_transformers()
     _check_processes(settings)
-    settings.check_paths()
+    settings.check_output()
     settings.source().check(config_only=settings.dry_run)
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
-    request = _resolve(settings, plan, watcher)
+    request = _request(settings, plan, watcher)
     request = with_budget(settings, request, watcher, settings.new_tokens, turns)
     return GenerationRun(settings, request, turns)
 
@@ -205,10 +155,13 @@ def prepare_generation(
 def _read_turns(settings: GenerationSettings, given: str | Turns) -> Turns:
     """Return the turns that are given or that `--turns` names, fit for the other settings."""
     turns = read_turns(given) if isinstance(given, str) else given
-    if turns.system is not None and settings.system is not None:
-        raise UsageError("--system and --turns both give a system message; keep one")
-    if turns.system is not None and (settings.cache is not None or settings.template == "off"):
-        why = "--cache holds a text" if settings.cache is not None else "--chat-template is off"
+    others = {
+        "--system gives one, too": settings.system is not None,
+        "--cache holds a text": settings.cache is not None,
+        "--chat-template is off": settings.template == "off",
+    }
+    why = next((why for why, given in others.items() if given), None)
+    if turns.system is not None and why is not None:
         raise UsageError(f"--turns gives a system message, and {why}")
     before = (settings.cache, settings.prompt, settings.prompt_file)
     if not turns.turns[0].text and all(each is None for each in before):
@@ -226,17 +179,13 @@ def _check_processes(settings: GenerationSettings) -> None:
     if not settings.tensor_parallel:
         if settings.loaded is None:
             check_alone("generate")
-    elif settings.show is not None:
-        raise UsageError("--tensor-parallel excludes --show: each process has its own heads")
-    elif settings.save is not None or settings.cache is not None:
-        flag = "--save" if settings.save is not None else "--cache"
-        raise UsageError(
-            f"--tensor-parallel excludes {flag}: a cache file holds all KV heads, and each process "
-            "has its own"
-        )
+        return
+    for name in ("show", "save", "cache"):
+        if getattr(settings, name) is not None:
+            raise UsageError(f"--tensor-parallel excludes --{name}: each process has its own heads")
 
 
-def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:
+def _request(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:
     prompt, source = typed_prompt(settings)
     prefill = read_prefill(settings.prefill)
     if settings.cache is not None:
@@ -249,9 +198,82 @@ def _resolve(settings: GenerationSettings, plan: PlanDocument | None, watcher: W
         policy, budget = resumed_policy(settings, settings.cache)
         return Request(prompt, source, policy, budget, prefill)
     policy, budget = choose_policy(settings, plan, watcher)
-    if settings.wants_needle:
-        (prompt, code), source = write_needle(), NEEDLE
-        note_needle(code, watcher)
-        prefix = answer_prefix(prompt)
-        return Request(prompt, source, policy, budget, prefill, plan, prefix)
-    return Request(prompt, source, policy, budget, prefill, plan)
+    if not settings.wants_needle:
+        return Request(prompt, source, policy, budget, prefill, plan)
+    prompt, code = write_needle()
+    note_needle(code, watcher)
+    return Request(prompt, NEEDLE, policy, budget, prefill, plan, answer_prefix(prompt))
+
+
+# ---- two policies on the same prompt, beside the full cache
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """Runs of the same prompt, all checked: the full cache first, then each policy."""
+
+    runs: tuple[GenerationRun, ...]
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return what a dry run prints."""
+        return [run.describe() for run in self.runs]
+
+    def run(self, watcher: Watcher, listener: Listener) -> Iterator[GenerationDocument]:
+        """Load the model once, answer with each cache in turn, and show the kept texts."""
+        settings = self.runs[-1].settings
+        source, shows = settings.source(), watcher.shows_progress
+        watcher.note_any(source.note())
+        texts, full_answer = [], None
+        with source.attached(note=watcher.note, progress=shows) as loaded:
+            from kvtool.calls.conversation import show_texts
+
+            for i, run in enumerate(self.runs):
+                own = replace(run, settings=replace(run.settings, loaded=loaded))
+                found = own.run(watcher if i == 1 else Watcher(), listener)
+                found.request.note_bytes(found.document.cache, watcher)
+                if i == 0:
+                    full_answer = found.document.text.strip()
+                else:
+                    texts.append(found.kept)
+                yield found.document
+                if listener.has_enough:
+                    break
+        if texts:
+            show_texts(settings, texts, watcher, full_answer=full_answer)
+
+
+def prepare_side_by_side(
+    settings: GenerationSettings,
+    plan: PlanDocument | None,
+    policies: Sequence[str],
+    watcher: Watcher,
+) -> SideBySide:
+    """Check everything that can be checked before the model is loaded.
+
+    Args:
+        settings, plan: resolved, with the first of the policies.
+
+    Raises:
+        UsageError: more than two policies, or settings that mean one cache only.
+        KvtoolError: as `generate`.
+    """
+    if settings.show is None or len(policies) > 2:
+        raise UsageError(
+            f"`generate` runs one policy, or two with --show, got {len(policies)}: "
+            f"{', '.join(policies)}",
+            hint="--show kept.html sets two side by side; `kvtool eval` compares scores",
+        )
+    for flag in ("save", "cache", "turns"):
+        if getattr(settings, flag) is not None:
+            raise UsageError(f"--{flag} goes with one policy, not with {' and '.join(policies)}")
+    first = prepare_generation(settings, plan, watcher)
+    request, settled = first.request, first.settings
+    chosen = replace(settled, policy=policies[1])
+    policy, budget = choose_policy(chosen, request.plan, Watcher())
+    second = replace(first, settings=chosen, request=replace(request, policy=policy, budget=budget))
+    full = replace(
+        first,
+        settings=replace(settled, policy="full", budget=None, allocator=None, show=None),
+        request=replace(request, policy=Policy(Full()), budget=None, plan=None),
+    )
+    return SideBySide((full, first, second))

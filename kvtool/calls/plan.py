@@ -11,14 +11,14 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.base_settings import at_least
 from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
-from kvtool.calls.plan_settings import PlanSettings, policy_to_plan, positive
-from kvtool.documents.budget_curves import BudgetCurves, read_curves
+from kvtool.calls.plan_settings import PlanSettings, policy_to_plan
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
-from kvtool.planning.split_facts import default_allocator
+from kvtool.planning.split_facts import BudgetCurves, default_allocator, read_curves
 from kvtool.policies.allocate.table import parse_allocator, spell_allocator
 from kvtool.policies.allocate.uniform import Curves
 from kvtool.sizes import MOST_TOKENS, Budget, parse_count
@@ -106,16 +106,15 @@ def usual_context(shape: ModelShape, profile: ProfileDocument | None, watcher: W
     if profile is not None and profile.data is not None:
         watcher.note(f"context: {profile.data.tokens} tokens, as profiled (change: --context)")
         return profile.data.tokens
-    if shape.trained_length is None:
-        raise UsageError(f"model `{shape.id}` has no longest context", hint="--context 32K")
-    if shape.trained_length > MOST_TOKENS:
+    longest = shape.trained_length
+    if longest is None or longest > MOST_TOKENS:
         raise UsageError(
-            f"model `{shape.id}` gives {shape.trained_length} tokens as its longest context, more "
-            f"than the {MOST_TOKENS} that can be planned for",
+            f"model `{shape.id}` gives {longest or 'no'} tokens as its longest context, and up to "
+            f"{MOST_TOKENS} can be planned for",
             hint="--context 32K",
         )
-    watcher.note(f"context: {shape.trained_length} tokens, the model's longest (change: --context)")
-    return shape.trained_length
+    watcher.note(f"context: {longest} tokens, the model's longest (change: --context)")
+    return longest
 
 
 _LEFT_OUT = ("budget", "seed", "device", "device_map", "attn_implementation")
@@ -168,7 +167,9 @@ def plan(
         name: None if each is None else str(each) for name, each in given.items()
     }
     profile, named = _read_source(source)
-    settings = checked(PlanSettings, {"policy": UNSAID, **settings, **targets})
+    policy = settings.get("policy")
+    asked_policy = {"policy": UNSAID if policy is None else policy}
+    settings = checked(PlanSettings, settings | targets | asked_policy)
     _ = PlanSettings(policy=settings["policy"], **targets).target
     model = _read_model(named if model is None else model, settings.get("dtype"))
     asked = PlanSettings(**settings | model | {"profile": profile})
@@ -298,7 +299,7 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
     splits = profile is not None and (policy is None or policy.takes_budget)
     allocator = _allocator(settings, profile if splits else None, policy)
     least = settings.min_tokens
-    least = None if least is None else positive(least, "--min-tokens")
+    least = None if least is None else at_least(1, least, "--min-tokens")
     check_transformers()
     model = find_model(settings, profile, watcher)
     check_dims(policy, model.layers)
@@ -397,7 +398,7 @@ def _lengths(
     """Return the lengths to plan for, by their names in a target."""
     new = 0
     if settings.context is not None:
-        context = positive(settings.context, "--context")
+        context = at_least(1, settings.context, "--context")
     else:
         context = usual_context(model.shape, profile, watcher)
     if settings.max_new_tokens is not None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import ModelSettings
 from kvtool.documents.files import expand
-from kvtool.documents.settings import Dtype, Flag
+from kvtool.documents.settings import Dtype, flag
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.table import ALLOCATORS
 from kvtool.policies.grammar import parse_policy
-from kvtool.sizes import Budget, parse_count, parse_memory
+from kvtool.sizes import Budget, parse_memory
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
@@ -30,104 +30,62 @@ class PlanSettings(ModelSettings):
         config: the configuration of the model, where the caller has it.
     """
 
-    profile: Annotated[
-        str | ProfileDocument | None,
-        Flag(
-            metavar="[PROFILE|-]",
-            help="What `kvtool profile` measured; - reads stdin.",
-            python=None,
-        ),
-    ] = None
-    budget: Annotated[
-        str | None,
-        Flag("--budget -b", metavar="TOKENS", help="Mean tokens per layer and KV head."),
-    ] = None
-    ratio: Annotated[
-        str | None, Flag("--ratio", metavar="R", help="Share of the prompt (20%, 0.2).")
-    ] = None
-    bytes: Annotated[
-        str | None,
-        Flag(
-            "--bytes",
-            metavar="SIZE",
-            help="Memory held in all layers and rows, the policy's own numbers included (64MiB).",
-        ),
-    ] = None
-    memory: Annotated[
-        str | None,
-        Flag(
-            "--memory",
-            metavar="SIZE",
-            help="Memory of a device, this one or another (24GiB): plan for what the weights, and "
-            "reading the prompt, leave of it.",
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype | None,
-        Flag(
-            "--dtype",
-            help="Of keys and values.  [default: the checkpoint's own; without --model what the "
-            "bundled one runs in here]",
-        ),
-    ] = None  # type: ignore[assignment]
-    context: Annotated[
-        str | int | None,
-        Flag(
-            "--context",
-            metavar="N",
-            help="Tokens of the longest prompt and answer.  [default: the profile's, else what "
-            "the model was trained for]",
-        ),
-    ] = None
-    max_new_tokens: Annotated[
-        str | int | None,
-        Flag("--max-new-tokens -n", metavar="N", help="Generated tokens of these.  [default: 0]"),
-    ] = None
-    batch: Annotated[int, Flag("--batch", min=1, metavar="N", help="Rows that run together.")] = 1
-    policy: Annotated[
-        str | Policy | None,
-        Flag("--policy -p", metavar="POLICY", help="What will run; see `kvtool policies`."),
-    ] = None
-    allocator: Annotated[
-        str | None,
-        Flag(
-            "--allocator",
-            metavar="NAME",
-            help=f"{', '.join(ALLOCATORS)}; over KV heads: optimal(heads=true).  "
-            "[default: optimal with a profile of answer_loss, d2o with another, else uniform]",
-        ),
-    ] = None
-    curves: Annotated[
-        str | None,
-        Flag(
-            "--curves",
-            metavar="FILE.json",
-            help="Split by published budget curves: a share of the prompt per layer, by ratio.",
-        ),
-    ] = None
-    min_tokens: Annotated[
-        str | int | None,
-        Flag("--min-tokens", metavar="N", help="Least tokens of a layer.  [default: 8]"),
-    ] = None
-    recommend: Annotated[
-        Any,
-        Flag(
-            "--recommend",
-            typed=str | None,
-            metavar="RESULTS",
-            help="Plan the best variant of a run that fits --bytes: its folder or results.json.",
-        ),
-    ] = None
-    plot: Annotated[
-        str | None,
-        Flag("--plot", metavar="FILE", help="Draw the plan (.png, .svg, .pdf).", python=None),
-    ] = None
+    profile: str | ProfileDocument | None = flag(
+        "[PROFILE|-]", "What `kvtool profile` measured; - reads stdin.", python=None
+    )
+    budget: str | None = flag("--budget -b=TOKENS", "Mean tokens per layer and KV head.")
+    ratio: str | None = flag("--ratio=R", "Share of the prompt (20%, 0.2).")
+    bytes: str | None = flag(
+        "--bytes=SIZE",
+        "Memory held in all layers and rows, the policy's own numbers included (64MiB).",
+    )
+    memory: str | None = flag(
+        "--memory=SIZE",
+        "Memory of a device, this one or another (24GiB): plan for what the weights, and "
+        "reading the prompt, leave of it.",
+    )
+    dtype: Dtype | None = flag(
+        "--dtype",
+        "Of keys and values.  [default: the checkpoint's own; without --model what the "
+        "bundled one runs in here]",
+    )  # type: ignore[assignment]
+    context: str | int | None = flag(
+        "--context=N",
+        "Tokens of the longest prompt and answer.  [default: the profile's, else what "
+        "the model was trained for]",
+    )
+    max_new_tokens: str | int | None = flag(
+        "--max-new-tokens -n=N", "Generated tokens of these.  [default: 0]"
+    )
+    batch: int = flag("--batch=N", "Rows that run together.", min=1, default=1)
+    policy: str | Policy | None = flag(
+        "--policy -p=POLICY", "What will run; see `kvtool policies`."
+    )
+    allocator: str | None = flag(
+        "--allocator=NAME",
+        f"{', '.join(ALLOCATORS)}; over KV heads: optimal(heads=true).  "
+        "[default: optimal with a profile of answer_loss, d2o with another, else uniform]",
+    )
+    curves: str | None = flag(
+        "--curves=FILE.json",
+        "Split by published budget curves: a share of the prompt per layer, by ratio.",
+    )
+    min_tokens: str | int | None = flag("--min-tokens=N", "Least tokens of a layer.  [default: 8]")
+    recommend: Any = flag(
+        "--recommend=RESULTS",
+        "Plan the best variant of a run that fits --bytes: its folder or results.json.",
+        typed=str | None,
+    )
+    plot: str | None = flag("--plot=FILE", "Draw the plan (.png, .svg, .pdf).", python=None)
     config: Any = None
 
     @property
     def plot_path(self) -> Path | None:
         """The picture to draw."""
         return None if self.plot is None else expand(self.plot)
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs(), "--plot": self.plot_path}
 
     @property
     def device_memory(self) -> int | None:
@@ -153,6 +111,7 @@ class PlanSettings(ModelSettings):
 
 
 _SPLITS = ("budget", "ratio", "allocator", "min_tokens")
+_KINDS = {"--ratio": ("a share of the prompt", "20%"), "--bytes": ("a number of bytes", "64MiB")}
 
 
 def read_target(
@@ -177,10 +136,9 @@ def read_target(
     if flag == "--bytes" and text.strip().isdecimal():
         return Budget.parse(f"{text.strip()}B")
     target = Budget.parse(text)
-    if flag == "--ratio" and target.ratio is None:
-        raise UsageError(f"--ratio must be a share of the prompt, got `{text}`", hint="--ratio 20%")
-    if flag == "--bytes" and target.bytes is None:
-        raise UsageError(f"--bytes must be a number of bytes, got `{text}`", hint="--bytes 64MiB")
+    what, example = _KINDS.get(flag, ("", ""))
+    if what and getattr(target, flag.removeprefix("--")) is None:
+        raise UsageError(f"{flag} must be {what}, got `{text}`", hint=f"{flag} {example}")
     return target
 
 
@@ -200,11 +158,3 @@ def policy_to_plan(settings: PlanSettings) -> Policy | None:
             hint="leave it out; --bytes SIZE asks whether it fits",
         )
     return policy
-
-
-def positive(text: str | int, flag: str) -> int:
-    """Read a number of tokens, 1 or more."""
-    count = parse_count(text)
-    if count < 1:
-        raise UsageError(f"{flag} must be 1 or more, got {text}")
-    return count

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import DeviceSettings, ModelSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
-from kvtool.documents.settings import MODEL_SETTINGS, Flag
+from kvtool.documents.settings import MODEL_SETTINGS, flag
 from kvtool.profiling.request import (
     DEFAULT,
     METRICS,
@@ -34,56 +34,36 @@ WHOSE = " and ".join(OF_POLICY)
 class ProfileSettings(DeviceSettings):
     """What is measured, on which texts."""
 
-    data: Annotated[
-        str,
-        Flag(
-            "--data",
-            metavar="FILE|HUB_ID|TASK|builtin",
-            help="The texts that are read; for answer_loss also a task, such as niah.",
-        ),
-    ] = "builtin"
-    samples: Annotated[int, Flag("--samples", min=1, metavar="N", help="How many texts.")] = 8
-    tokens: Annotated[str, Flag("--tokens", metavar="N", help="Tokens of each text (512, 4K).")] = (
-        "1024"
+    data: str = flag(
+        "--data=FILE|HUB_ID|TASK|builtin",
+        "The texts that are read; for answer_loss also a task, such as niah.",
+        default="builtin",
     )
-    decode: Annotated[
-        str,
-        Flag(
-            "--decode",
-            metavar="N",
-            help="Tokens generated after each text where needed, or read on (answer_loss).",
-        ),
-    ] = "128"
-    metrics: Annotated[
-        str,
-        Flag(
-            "--metrics",
-            metavar="NAME,..",
-            help=f"What to measure: {', '.join(METRICS)}; of KV heads as well: "
-            "answer_loss(heads=true).",
-        ),
-    ] = ",".join(DEFAULT)
-    policy: Annotated[
-        str | None,
-        Flag("--policy -p", metavar="POLICY", help=f"Of {WHOSE}.  [default: {POLICY}]"),
-    ] = None
-    budgets: Annotated[
-        str | None,
-        Flag(
-            "--budgets",
-            metavar="SIZE,..",
-            help=f"Of {WHOSE}, tokens or shares.  [default: {','.join(SHARES)}]",
-        ),
-    ] = None
-    plot: Annotated[
-        str | None,
-        Flag("--plot", metavar="FILE", help="Draw the profile (.png, .svg, .pdf).", python=None),
-    ] = None
+    samples: int = flag("--samples=N", "How many texts.", min=1, default=8)
+    tokens: str = flag("--tokens=N", "Tokens of each text (512, 4K).", default="1024")
+    decode: str = flag(
+        "--decode=N",
+        "Tokens generated after each text where needed, or read on (answer_loss).",
+        default="128",
+    )
+    metrics: str = flag(
+        "--metrics=NAME,..",
+        f"What to measure: {', '.join(METRICS)}; of KV heads as well: answer_loss(heads=true).",
+        default=",".join(DEFAULT),
+    )
+    policy: str | None = flag("--policy -p=POLICY", f"Of {WHOSE}.  [default: {POLICY}]")
+    budgets: str | None = flag(
+        "--budgets=SIZE,..", f"Of {WHOSE}, tokens or shares.  [default: {','.join(SHARES)}]"
+    )
+    plot: str | None = flag("--plot=FILE", "Draw the profile (.png, .svg, .pdf).", python=None)
 
     @property
     def plot_path(self) -> Path | None:
         """The picture to write."""
         return None if self.plot is None else expand(self.plot)
+
+    def outputs(self) -> dict[str, Path | None]:
+        return {**super().outputs(), "--output (heads)": self.heads_path, "--plot": self.plot_path}
 
     @property
     def heads_path(self) -> Path | None:

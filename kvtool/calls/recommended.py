@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,12 @@ from kvtool.documents.results import ResultsDocument
 from kvtool.errors import UsageError
 from kvtool.model_shape import DTYPE_BYTES
 from kvtool.models.folder import REFERENCE
+from kvtool.planning.recommend import Evidence, Recommendation, against_full
 from kvtool.report.words import score_in_words
 from kvtool.sizes import DEFAULT_NEW_TOKENS, bytes_in_words
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
-    from kvtool.planning.recommend import Evidence, Recommendation
     from kvtool.watcher import Watcher
 
 _RESULTS = "results.json"
@@ -93,7 +92,7 @@ def reasons(
         lines.append("evidence: everything fits, and no variant is better beyond the noise")
     else:
         tasks = ", ".join(
-            score_in_words(each.task, each.n, each.gain, each.low, each.high)
+            score_in_words(each.task, each.paired.n if each.paired else 0, *against_full(each))
             for each in evidence.tasks
         )
         stands = _standing(evidence.variant.name, results)
@@ -145,13 +144,12 @@ def command(found: Recommendation, settings: PlanSettings, plan: PlanDocument, p
     Args:
         path: of the plan's file.
     """
-    prefill = found.evidence.variant.prefill
-    words = ["kvtool", "generate", path]
-    if plan.model.dtype in DTYPE_BYTES:
-        words += ["--dtype", str(plan.model.dtype)]
-    for flag, value in (("--device", settings.device), ("--device-map", settings.device_map)):
-        words += [] if value is None else [flag, value]
-    words += settings.trusting()
-    if prefill != "full" and found.evidence.tasks:
-        words += ["--prefill", prefill]
-    return shlex.join([*words, "-n", str(max(1, plan.target.max_new_tokens))])
+    prefill, dtype = found.evidence.variant.prefill, plan.model.dtype
+    given = {
+        "--dtype": dtype if dtype in DTYPE_BYTES else None,
+        "--device": settings.device,
+        "--device-map": settings.device_map,
+        "--prefill": prefill if prefill != "full" and found.evidence.tasks else None,
+        "-n": max(1, plan.target.max_new_tokens),
+    }
+    return settings.command(["kvtool", "generate", path], given)

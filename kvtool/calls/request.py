@@ -11,27 +11,28 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.memory import DeviceMemory
+from kvtool.documents.messages import UserTurn
 from kvtool.errors import UsageError
-from kvtool.identity import config_hash
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
-from kvtool.models.load import Loaded
-from kvtool.models.notes import handful_note, length_note
+from kvtool.models.notes import handful_note
+from kvtool.models.placement import free_memory, resolve_device, resolve_dtype
+from kvtool.planning.bytes import Text, check_dims
+from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.plan_in_use import check_free, check_plan, check_run
+from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
 from kvtool.policies.policy import Policy, check_blocks
 from kvtool.policies.scores.full import Full
 from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
-from kvtool.transformers_versions import cache_argument
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig
-
     from kvtool.cache.whole.cache import KVCache
     from kvtool.documents.generation import CacheSection
     from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
+    from kvtool.models.load import Loaded
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,35 @@ class Request:
         if self.budget is not None and self.budget.bytes is not None and kept < held.tokens_seen:
             watcher.note_any(handful_note(kept))
 
+    def row_bytes(self, loaded: Loaded, tokens: int, new: int) -> int:
+        """Forecast what a cache holds of a prompt and its answer, policy state included."""
+        config = loaded.model.config
+        dtype = str(loaded.model.dtype).removeprefix("torch.")
+        text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
+        variant = Variant(self.policy, self.budget, self.prefill, self.plan)
+        unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
+        found = estimate_memory(config, dtype, variant, text, unknown)
+        return found.kv_bytes + found.state_bytes
+
+
+_FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
+_MOST_ROWS = 64  # where no caller has said how much memory: answers should not all come at the end
+
+
+def room_for_rows(
+    memory: int | None, device_map: str | None, model: Any
+) -> tuple[int | None, int | None]:
+    """Return how many bytes rows in flight may take, and how many they may be; None: no bound.
+
+    Args:
+        memory: what is said of the bytes; None: nothing.
+        device_map: over which devices the model is spread; None: it is on one.
+    """
+    if memory is not None:
+        return memory, None
+    _, free = free_memory(str(model.device), spread=device_map is not None)
+    return None if free is None else free // _FREE_SHARE, _MOST_ROWS
+
 
 def read_prefill(text: str | None) -> str:
     """Return `full` or `block:M`.
@@ -105,8 +135,6 @@ def read_prefill(text: str | None) -> str:
 
 def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
-    from kvtool.models.placement import resolve_dtype
-
     device = planned_device(settings)
     names = ("device_map", "quantize")
     given = {name: getattr(settings, name) for name in names}
@@ -130,8 +158,6 @@ def planned_device(settings: DeviceSettings) -> str:
     """Return the device that a run is for: one of this machine, or a GPU elsewhere."""
     if settings.loaded is not None:
         return str(settings.loaded.model.device)
-    from kvtool.models.placement import resolve_device
-
     given = settings.device or "auto", settings.device_map
     return resolve_device(*given, elsewhere=settings.elsewhere)
 
@@ -197,8 +223,6 @@ def _check_heads(settings: CachedSettings, policy: Policy) -> None:
     """Refuse a codec that cannot store the model's heads. Only the heads' sizes are read."""
     if policy.codec is None:
         return
-    from kvtool.planning.bytes import check_dims
-
     check_dims(policy, layer_shapes(settings.source().config()))
 
 
@@ -206,8 +230,6 @@ def _take_plan(
     settings: CachedSettings, plan: PlanDocument, policy: Policy, watcher: Watcher
 ) -> None:
     """Say what is taken from a plan, and refuse one that does not fit the run."""
-    from kvtool.planning.plan_in_use import check_plan, check_run
-
     config = settings.source().config()
     check_plan(plan, config)
     _note_free(settings, plan, watcher)
@@ -225,9 +247,6 @@ def _take_plan(
 
 def _note_free(settings: CachedSettings, plan: PlanDocument, watcher: Watcher) -> None:
     """Warn of a plan for more memory than is free; with `--strict` refuse it."""
-    from kvtool.models.placement import free_memory
-    from kvtool.planning.plan_in_use import check_free
-
     if plan.device is None or settings.loaded is not None:
         return
     spread = bool(settings.device_map or settings.tensor_parallel)
@@ -255,8 +274,6 @@ def _run_dtype(settings: CachedSettings, config: Any) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
-    from kvtool.models.placement import resolve_dtype
-
     device = planned_device(settings)
     return stored_dtype(config, resolve_dtype(settings.dtype or "auto", device))
 
@@ -274,43 +291,6 @@ def typed_prompt(settings: PromptSettings) -> tuple[str | None, str]:
         names.append("--prompt")
         parts.append(check_prompt(settings.prompt, "--prompt"))
     return "\n\n".join(parts) if parts else None, " and ".join(names) or "none"
-
-
-def encode(loaded: Loaded, text: str, *, first: bool, source: str) -> Tensor:
-    """Return the (1, n) token ids of a prompt; special tokens come with a first prompt only."""
-    import torch
-
-    from kvtool.models.chat import continued_ids
-
-    tokenizer = loaded.tokenizer
-    ids = tokenizer(text)["input_ids"] if first else continued_ids(tokenizer, text)
-    if not ids:
-        raise UsageError(f"the prompt from {source} is empty for this tokenizer")
-    return torch.tensor([ids], device=loaded.model.device)
-
-
-def note_text(
-    cache: KVCache, config: PreTrainedConfig, tokens: int, new_tokens: int, watcher: Watcher
-) -> bool:
-    """Say where a further text is going to leave the positions that the model was trained for.
-
-    Args:
-        cache: what is there already; one that numbers tokens by their place in it runs out of
-            positions in a long block only.
-        tokens: of the further text before an answer.
-        new_tokens: of the longest answer.
-
-    Returns:
-        Whether it may leave them.
-    """
-    if not cache.renumbers:
-        note = length_note(config, max(cache.tokens_seen()) + tokens, new_tokens)
-    else:
-        block, first = min(tokens, cache.block or tokens), cache.first_layer
-        kept = first.slots.kept if first.is_initialized else 0
-        note = length_note(config, kept + block, 0)
-    watcher.note_any(note)
-    return note is not None
 
 
 def resumed_policy(
@@ -334,44 +314,3 @@ def resumed_policy(
     if size is not None and size != budget:
         raise UsageError(f"{name} was made with budget {budget}, not {size}")
     return policy, budget
-
-
-def open_cache(settings: GenerationSettings, request: Request, loaded: Loaded) -> KVCache:
-    """Return the cache to go on from, or an empty one."""
-    from kvtool.cache.files.load import load_cache
-
-    cache = settings.cache
-    if cache is None:
-        return request.new_cache(loaded.model, record=settings.show is not None)
-    if settings.cache_path is not None:
-        cache = load_cache(settings.cache_path, loaded.model)
-    assert not isinstance(cache, str), "which has a path"
-    if settings.cache_path is None:
-        _check_fits(cache, loaded)
-    if settings.show is not None:
-        cache.record()
-    if settings.prefill is not None:
-        cache.read_in_blocks(parse_prefill(request.prefill))
-    return cache
-
-
-def _check_fits(cache: KVCache, loaded: Loaded) -> None:
-    """Refuse a cache of another model, and one of several texts.
-
-    Raises:
-        UsageError: a model that differs in configuration, weights or dtype; more than one row.
-    """
-    from kvtool.weights_hash import weights_hash
-
-    made_for, model = cache.link.model(), loaded.model
-    if made_for is not model:
-        other = config_hash(cache.config) != config_hash(model.config.get_text_config(decoder=True))
-        if not other and made_for is not None:
-            other = weights_hash(made_for) != weights_hash(model)
-        if other:
-            raise UsageError(f"the cache is that of another model, not of `{loaded.name}`")
-    if cache.first_layer.batch_size > 1:
-        raise UsageError(
-            f"the cache holds {cache.first_layer.batch_size} texts, and one is gone on from",
-            hint=f"model.generate(**inputs, {cache_argument()}=cache) takes batches",
-        )

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
+from kvtool.calls.base_settings import at_least, check_cache_file
 from kvtool.calls.settings import CachedSettings
-from kvtool.documents.files import check_name, expand
-from kvtool.documents.settings import Flag
+from kvtool.documents.files import expand
+from kvtool.documents.settings import flag
 from kvtool.errors import UsageError
-from kvtool.sizes import DEFAULT_NEW_TOKENS, Budget, parse_count, parse_memory
+from kvtool.sizes import DEFAULT_NEW_TOKENS, parse_memory
 
 API_KEY = "KVTOOL_API_KEY"
 """The environment's variable that holds a key, so that no list of processes shows it."""
@@ -24,76 +24,46 @@ class ServeSettings(CachedSettings):
 
     device_memory: str | None = None  # has no flag: --memory bounds the caches
 
-    host: Annotated[
-        str,
-        Flag("--host", metavar="ADDRESS", help="Listen here; 0.0.0.0 is every network."),
-    ] = "127.0.0.1"
-    port: Annotated[
-        int, Flag("--port", min=0, max=65535, metavar="N", help="Listen here; 0: any that is free.")
-    ] = 8000
-    cache: Annotated[
-        list[str],
-        Flag(
-            "--cache",
-            metavar="CACHE.safetensors",
-            help="Start conversations from this saved cache; several have names of their own.",
-        ),
-    ] = field(default_factory=list)
-    memory: Annotated[
-        str | None,
-        Flag(
-            "--memory",
-            metavar="BYTES",
-            help="Hold caches of this size: texts of --cache, running requests, conversations "
-            "(8GiB).  [default: half of what is free, up to 64 running]",
-        ),
-    ] = None
-    allow_policies: Annotated[
-        str | None,
-        Flag(
-            "--allow-policies",
-            metavar="POLICIES",
-            help="Policies that a request may choose, such as h2o,snapkv.  [default: none]",
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        Flag("--api-key", metavar="KEY", help=f"Answer requests with this key only.  [{API_KEY}]"),
-    ] = None
-    max_new_tokens: Annotated[
-        str | int | None,
-        Flag(
-            "--max-new-tokens -n",
-            metavar="N",
-            help="Tokens of an answer where the request does not say.  "
-            f"[default: {DEFAULT_NEW_TOKENS}]",
-            key="generation.max_new_tokens",
-        ),
-    ] = None
-    longest_prompt: Annotated[
-        str | None,
-        Flag(
-            "--longest-prompt",
-            metavar="N",
-            help="Refuse longer prompts.  [default: what the model was trained for]",
-        ),
-    ] = None
-    drain: Annotated[
-        int,
-        Flag(
-            "--drain",
-            min=0,
-            metavar="SECONDS",
-            help="Let running answers end for so long once the server is told to stop.",
-        ),
-    ] = 30
+    host: str = flag(
+        "--host=ADDRESS", "Listen here; 0.0.0.0 is every network.", default="127.0.0.1"
+    )
+    port: int = flag(
+        "--port=N", "Listen here; 0: any that is free.", min=0, max=65535, default=8000
+    )
+    cache: list[str] = flag(
+        "--cache=CACHE.safetensors",
+        "Start conversations from this saved cache; several have names of their own.",
+        default=[],
+    )
+    memory: str | None = flag(
+        "--memory=BYTES",
+        "Hold caches of this size: texts of --cache, running requests, conversations "
+        "(8GiB).  [default: half of what is free, up to 64 running]",
+    )
+    allow_policies: str | None = flag(
+        "--allow-policies=POLICIES",
+        "Policies that a request may choose, such as h2o,snapkv.  [default: none]",
+    )
+    api_key: str | None = flag("--api-key=KEY", f"Answer requests with this key only.  [{API_KEY}]")
+    max_new_tokens: str | int | None = flag(
+        "--max-new-tokens -n=N",
+        f"Tokens of an answer where the request does not say.  [default: {DEFAULT_NEW_TOKENS}]",
+        key="generation.max_new_tokens",
+    )
+    longest_prompt: str | None = flag(
+        "--longest-prompt=N", "Refuse longer prompts.  [default: what the model was trained for]"
+    )
+    drain: int = flag(
+        "--drain=SECONDS",
+        "Let running answers end for so long once the server is told to stop.",
+        min=0,
+        default=30,
+    )
 
     @property
     def new_tokens(self) -> int:
         """Tokens of an answer at most, where a request does not say."""
-        if self.max_new_tokens is None:
-            return DEFAULT_NEW_TOKENS
-        return parse_count(self.max_new_tokens)
+        return at_least(1, self.max_new_tokens or DEFAULT_NEW_TOKENS, "--max-new-tokens")
 
     @property
     def memory_bytes(self) -> int | None:
@@ -103,7 +73,8 @@ class ServeSettings(CachedSettings):
     @property
     def longest(self) -> int | None:
         """The tokens of a prompt at most, where that is said."""
-        return None if self.longest_prompt is None else parse_count(self.longest_prompt)
+        given = self.longest_prompt
+        return None if given is None else at_least(1, given, "--longest-prompt")
 
     @property
     def key(self) -> str | None:
@@ -124,21 +95,11 @@ class ServeSettings(CachedSettings):
             return self.host == "localhost"
 
     def check(self) -> None:
-        if self.new_tokens < 1:
-            raise UsageError(f"--max-new-tokens must be 1 or more, got {self.max_new_tokens}")
-        if self.longest is not None and self.longest < 1:
-            raise UsageError(f"--longest-prompt must be 1 or more, got {self.longest_prompt}")
-        if self.memory_bytes == 0:
-            raise UsageError("--memory must hold something, got 0")
-        if self.budget is not None and Budget.parse(self.budget).share is not None:
-            raise UsageError(
-                f"-b {self.budget} goes with one prompt; a server takes tokens or bytes"
-            )
+        _ = self.new_tokens, self.longest, self.memory_bytes
+        self.check_no_share()
         if self.tensor_parallel:
             raise UsageError("--tensor-parallel is not for serve, which is one process")
         if not (self.key or "x").isascii() or any(c.isspace() for c in self.key or ""):
             raise UsageError("an API key is ASCII without spaces")
         for path in self.cache_paths:
-            check_name(path, "--cache")
-            if not path.is_file():
-                raise UsageError(f"cache file `{path}` does not exist")
+            check_cache_file(path)

@@ -12,36 +12,33 @@ from kvtool.processes import check_alone
 
 if TYPE_CHECKING:
     from kvtool.calls.compress import CompressionRun
-    from kvtool.documents.generation import CompressionDocument
 
 
 def compress(options: CompressionSettings, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     check_alone("compress")
-    options.check_output()
     if options.save is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
-    if not options.dry_run:
-        terminal.loading(options.model)
     watcher = TerminalWatcher(terminal)
-    run = _prepare(options, watcher)
+    run = _prepare(options, terminal, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
-    _write(run.run(watcher), options, terminal)
+    document = run.run(watcher)[1]
+    form = options.choose_format("text" if terminal.interactive else "json")
+    write_data(render(document, form, f"{document.in_words()}\n"), options, terminal)
+    terminal.note(f"saved {document.saved}")
 
 
-def _prepare(options: CompressionSettings, watcher: TerminalWatcher) -> CompressionRun:
+def _prepare(
+    options: CompressionSettings, terminal: Terminal, watcher: TerminalWatcher
+) -> CompressionRun:
     """Refuse a bad recipe before the files that prepare a run are imported."""
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.resolve import resolve_settings
 
     resolved = resolve_settings(options, "kvtool compress")
     from kvtool.calls.compress import prepare_compression
 
     return prepare_compression(*resolved, watcher)
-
-
-def _write(document: CompressionDocument, options: CompressionSettings, terminal: Terminal) -> None:
-    form = options.choose_format("text" if terminal.interactive else "json")
-    write_data(render(document, form, f"{document.in_words()}\n"), options, terminal)
-    terminal.note(f"saved {document.saved}")

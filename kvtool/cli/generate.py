@@ -5,13 +5,13 @@ It answers one prompt or conversation, the many prompts of a file, or one prompt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from typer import Exit
 
-from kvtool.calls.output_settings import OutputSettings
 from kvtool.calls.settings import GenerationSettings
 from kvtool.cli.output import render, write_configuration, write_data
 from kvtool.cli.terminal import Interruption, Terminal, TerminalWatcher, tell
@@ -21,90 +21,40 @@ from kvtool.watcher import Listener
 
 if TYPE_CHECKING:
     from kvtool.calls.prompts import PromptsRun
-    from kvtool.documents.answers import AnswerLine
-    from kvtool.documents.generation import GenerationDocument
     from kvtool.documents.plan import PlanDocument
+    from kvtool.documents.prompts import AnswerLine
 
 
-def text_on_stdout(options: OutputSettings) -> bool:
-    """Return whether the data on stdout is the text itself."""
-    return options.choose_format("text") == "text" and options.output_path is None
-
-
-def listen(
-    options: OutputSettings, stream: bool | None, terminal: Terminal, interrupted: Interruption
-) -> Listener:
-    """Return what prints answers.
-
-    Args:
-        stream: whether as they come; None: to a person who reads stdout.
-        interrupted: ends them.
-    """
-    piece = _choose_stream(options, stream, terminal)
-
-    def print_rest(answer: str) -> None:
-        if piece is not None:
-            piece("\n")
-        elif text_on_stdout(options):
-            terminal.write(f"{answer}\n")
-
-    return Listener(piece, print_rest, interrupted)
-
-
-def show(
-    document: GenerationDocument,
-    options: OutputSettings,
-    terminal: Terminal,
-    interrupted: Interruption,
-) -> None:
-    """Write the document, if the text is not the data, and say what was held."""
-    if not text_on_stdout(options):
-        text = render(document, options.choose_format("text"), f"{document.text}\n")
-        write_data(text, options, terminal)
-    terminal.note(f"{'interrupted: ' if interrupted.pressed else ''}{document.in_words()}")
-
-
-def _choose_stream(
-    options: OutputSettings, wanted: bool | None, terminal: Terminal
-) -> Callable[[str], Any] | None:
-    """Return what takes the text as it comes: stdout if text is the data there, else stderr."""
-    if text_on_stdout(options) and (terminal.interactive if wanted is None else wanted):
-        return terminal.write
-    if wanted and not options.quiet:
-        return tell
-    return None
-
-
-def answer_many(options: GenerationSettings, terminal: Terminal) -> None:
+def _answer_many(options: GenerationSettings, terminal: Terminal) -> None:
     """Answer the prompts of a file: in order on stdout, or as they end into a file."""
     form = options.choose_format("text")
-    if form == "yaml" and not options.dry_run:
-        raise UsageError("--prompts writes text or lines of JSON, got --format yaml")
-    if options.stream is not None:
-        raise UsageError("--prompts and --stream exclude each other: answers come in whole")
-    if listed_policies(options.policy):
-        raise UsageError(f"--prompts takes one policy, got `{options.policy}`")
-    if not options.dry_run:
-        terminal.loading(options.model)
-    resolved = _resolved(options)
+    excluded = {
+        "--format yaml": form == "yaml" and not options.dry_run,
+        "--stream": options.stream is not None,
+        "several policies": bool(listed_policies(options.policy)),
+    }
+    for what, given in excluded.items():
+        if given:
+            raise UsageError(f"--prompts and {what} exclude each other")
+    resolved = _resolved(options, terminal)
     from kvtool.calls.prompts import prepare_prompts
 
-    on_screen = options.output_path is None and terminal.interactive  # where no bar may be between
+    path = options.output_path
+    on_screen = path is None and terminal.interactive  # where no bar may be between
     watcher = TerminalWatcher(replace(terminal, progress=terminal.progress and not on_screen))
     run = prepare_prompts(*resolved, watcher)
     if options.dry_run:
         write_configuration(run.describe(), options, terminal)
         return
     with Interruption() as interrupted:
-        if options.output_path is None:
+        if path is None:
             bad = _print(run, form == "json", terminal, watcher, interrupted)
         else:
-            bad = _write(run, options, terminal, watcher, interrupted)
-    if interrupted.pressed:
-        raise Exit(130)
-    if bad:
+            bad = _write(run, path, options.overwrite, watcher, interrupted)
+    if bad and not interrupted.pressed:
         terminal.note(f"{bad} of {len(run.prompts)} prompts could not be answered")
         raise Exit(4)
+    interrupted.exit()
 
 
 def _print(
@@ -115,49 +65,40 @@ def _print(
     interrupted: Interruption,
 ) -> int:
     """Print the answers in order, and return how many prompts have none."""
-    from kvtool.generation.serving import Served
-
     early: dict[int, AnswerLine] = {}
-    served, printed, bad = Served(), 0, 0
-    for answer in run.run(watcher, {}, served=served, stop_when=interrupted):
+    printed, bad = 0, 0
+    for answer in run.run(watcher, {}, interrupted):
         bad += answer.error is not None
         early[answer.index] = answer
         while printed in early:
             own = early.pop(printed)
             terminal.write(own.to_line() if as_json else f"{own.text}\n")
             printed += 1
-    terminal.note(served.in_words(printed + len(early) - bad))
     return bad
 
 
 def _write(
     run: PromptsRun,
-    options: GenerationSettings,
-    terminal: Terminal,
+    path: Path,
+    overwrite: bool,
     watcher: TerminalWatcher,
     interrupted: Interruption,
 ) -> int:
     """Write the answers as they end, and return how many prompts have none."""
-    from kvtool.documents.answers import AnswersFile
-    from kvtool.generation.serving import Served
+    from kvtool.documents.prompts import AnswersFile
 
-    if options.output_path is None:
-        return 0
-    file, served = AnswersFile(options.output_path, overwrite=options.overwrite), Served()
+    file = AnswersFile(path, overwrite=overwrite)
     with file.opened():
-        before = len(file.answers)
-        if before:
-            terminal.note(f"{before} of {len(run.prompts)} prompts are answered already")
-        for answer in run.run(watcher, dict(file.answers), served=served, stop_when=interrupted):
+        if file.answers:
+            watcher.note(f"{len(file.answers)} of {len(run.prompts)} prompts are answered already")
+        for answer in run.run(watcher, dict(file.answers), interrupted):
             file.append(answer)
         file.put_in_order()
-    bad = sum(answer.error is not None for answer in file.answers.values())
-    terminal.note(served.in_words(len(file.answers) - before - bad))
-    terminal.note(f"wrote {options.output_path}")
-    return bad
+    watcher.note(f"wrote {path}")
+    return sum(answer.error is not None for answer in file.answers.values())
 
 
-def set_side_by_side(
+def _set_side_by_side(
     policies: Sequence[str], options: GenerationSettings, terminal: Terminal
 ) -> None:
     """Answer a prompt with the full cache and two policies, and show what these kept."""
@@ -167,10 +108,8 @@ def set_side_by_side(
             "policies give several",
             hint="run one policy at a time",
         )
-    if not options.dry_run:
-        terminal.loading(options.model)
-    resolved = _resolved(replace(options, policy=policies[0]))
-    from kvtool.calls.side_by_side import prepare_side_by_side
+    resolved = _resolved(replace(options, policy=policies[0]), terminal)
+    from kvtool.calls.generate import prepare_side_by_side
 
     watcher = TerminalWatcher(terminal)
     runs = prepare_side_by_side(*resolved, policies, watcher)
@@ -186,8 +125,7 @@ def set_side_by_side(
             terminal.note(f"{each.policy}: {each.in_words()}")
     if options.output_path is not None:
         write_data("".join(answers), options, terminal)
-    if interrupted.pressed:
-        raise Exit(130)
+    interrupted.exit()
 
 
 def generate(options: GenerationSettings, terminal: Terminal) -> None:
@@ -195,28 +133,21 @@ def generate(options: GenerationSettings, terminal: Terminal) -> None:
 
     Without a prompt, a built-in one plants a code in a long text and asks for it.
     """
-    options.check_output()
+    policies = listed_policies(options.policy)
     if options.prompts is not None:
-        answer_many(options, terminal)
-        return
-    options = _with_memory(options)
+        _answer_many(options, terminal)
+    elif policies:
+        _set_side_by_side(policies, _of_one_prompt(options), terminal)
+    else:
+        _answer(_of_one_prompt(options), terminal)
+
+
+def _of_one_prompt(options: GenerationSettings) -> GenerationSettings:
+    """Return options in which `--memory` is that of the device."""
     for name in ("skip_bad", "overwrite"):
         if getattr(options, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} goes with --prompts", hint="--prompts FILE.jsonl")
-    policies = listed_policies(options.policy)
-    if policies:
-        set_side_by_side(policies, options, terminal)
-    else:
-        _answer(options, terminal)
-
-
-def _with_memory(options: GenerationSettings) -> GenerationSettings:
-    """Return options in which `--memory` of one prompt is that of the device.
-
-    Raises:
-        UsageError: both are given.
-    """
     if options.memory is None:
         return options
     if options.device_memory is not None:
@@ -224,17 +155,19 @@ def _with_memory(options: GenerationSettings) -> GenerationSettings:
     return replace(options, device_memory=options.memory, memory=None)
 
 
-def _resolved(options: GenerationSettings) -> tuple[GenerationSettings, PlanDocument | None]:
+def _resolved(
+    options: GenerationSettings, terminal: Terminal
+) -> tuple[GenerationSettings, PlanDocument | None]:
     """Refuse a bad recipe before the files that prepare a run are imported."""
+    if not options.dry_run:
+        terminal.loading(options.model)
     from kvtool.calls.resolve import resolve_settings
 
     return resolve_settings(options, "kvtool generate")
 
 
 def _answer(options: GenerationSettings, terminal: Terminal) -> None:
-    if not options.dry_run:
-        terminal.loading(options.model)
-    resolved = _resolved(options)
+    resolved = _resolved(options, terminal)
     from kvtool.calls.generate import prepare_generation
 
     watcher = TerminalWatcher(terminal)
@@ -243,8 +176,35 @@ def _answer(options: GenerationSettings, terminal: Terminal) -> None:
         write_configuration(run.describe(), options, terminal)
         return
     with Interruption() as interrupted:
-        generated = run.run(watcher, listen(options, options.stream, terminal, interrupted))
-    show(generated.document, options, terminal, interrupted)
+        generated = run.run(watcher, _listener(options, terminal, interrupted))
+    document = generated.document
+    if not _text_on_stdout(options):
+        text = render(document, options.choose_format("text"), f"{document.text}\n")
+        write_data(text, options, terminal)
+    terminal.note(f"{'interrupted: ' if interrupted.pressed else ''}{document.in_words()}")
     generated.finish(watcher)
-    if interrupted.pressed:
-        raise Exit(130)
+    interrupted.exit()
+
+
+def _text_on_stdout(options: GenerationSettings) -> bool:
+    """Return whether the data on stdout is the text itself."""
+    return options.choose_format("text") == "text" and options.output_path is None
+
+
+def _listener(
+    options: GenerationSettings, terminal: Terminal, interrupted: Interruption
+) -> Listener:
+    """Return what prints answers: as they come, by default to a person who reads stdout."""
+    on_stdout, piece, wanted = _text_on_stdout(options), None, options.stream
+    if on_stdout and (terminal.interactive if wanted is None else wanted):
+        piece = terminal.write
+    elif wanted and not options.quiet:
+        piece = tell
+
+    def print_rest(answer: str) -> None:
+        if piece is not None:
+            piece("\n")
+        elif on_stdout:
+            terminal.write(f"{answer}\n")
+
+    return Listener(piece, print_rest, interrupted)

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, get_type_hints
 
 from typer import Argument, Context, Option
 from typer.core import TyperCommand, TyperOption
 
-from kvtool.cli.completion import COMPLETIONS
 from kvtool.cli.help import write_examples, write_options
 from kvtool.cli.plain_values import PlainParameters
 from kvtool.cli.terminal import Terminal, open_terminal
 from kvtool.documents.settings import Flag, Setting, settings_of
 from kvtool.errors import UsageError
 from kvtool.policies.grammar import check_policies
+from kvtool.policies.table import BASES, MODIFIERS
 
 
 def _check_policies(options: Any) -> None:
@@ -54,11 +55,7 @@ class OneOfEach(PlainParameters, TyperCommand):
 def _fitting(
     values: dict[str, Any], environment: Sequence[str]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return values without those of the environment that others make void, and the names left.
-
-    A saved cache has its policy and budget, a profile its model, a run to score all of them. A
-    budget needs a policy, and one device excludes a map of several.
-    """
+    """Return values without those of the environment that others make void, and the names left."""
     void: set[str] = set()
     if values.get("rescore"):
         void.update(environment)
@@ -138,3 +135,30 @@ def _option(name: str, flag: Flag) -> Any:
         envvar=flag.env,
         autocompletion=COMPLETIONS.get(name),
     )
+
+
+# ---- names that a shell completes, without importing torch
+
+
+def complete_policies(incomplete: str) -> list[str]:
+    """Return policies that begin as typed: `h2o,sn`, `h2o+ca`."""
+    before, last = _parted(r"(.*[,+])?(.*)", incomplete)
+    names = MODIFIERS if before.endswith("+") else BASES
+    return [f"{before}{name}" for name in names if name.startswith(last)]
+
+
+def complete_tasks(incomplete: str) -> list[str]:
+    """Return tasks that begin as typed: `niah,ru`."""
+    from kvtool.evaluation.tasks.table import TASKS
+
+    before, last = _parted(r"(.*,)?(.*)", incomplete)
+    return [f"{before}{name}" for name in TASKS if name.startswith(last)]
+
+
+def _parted(pattern: str, text: str) -> tuple[str, str]:
+    found = re.fullmatch(pattern, text, re.DOTALL)
+    return (found[1] or "", found[2]) if found else ("", text)
+
+
+COMPLETIONS = {"policy": complete_policies, "tasks": complete_tasks}
+"""What completes an option, by its setting."""

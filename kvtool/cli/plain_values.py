@@ -7,22 +7,15 @@ look at the choices only; whatever is neither, and every mistake, is left to typ
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from typer.core import TyperArgument, TyperOption
 
-Own = TypeVar("Own", bound="_PlainValues")
+from kvtool.errors import printable
 
 
 class _PlainValues:
     """A parameter of typer that asks it for what is not plain."""
-
-    @classmethod
-    def of(cls: type[Own], parameter: TyperOption | TyperArgument) -> Own:
-        """Return the same parameter, as one of this class."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(parameter))
-        return made
 
     def process_value(self, ctx: Any, value: Any) -> Any:
         """Return the value of the type that the parameter is declared with."""
@@ -43,12 +36,14 @@ class PlainArgument(_PlainValues, TyperArgument):
     """An argument whose plain values are taken as they are."""
 
 
+_PLAIN: dict[type, Any] = {TyperOption: PlainOption, TyperArgument: PlainArgument}
+
+
 class PlainParameters:
     """A command of typer whose parameters take plain values as they are."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Return the same parameters at every call, because typer distinguishes them by
-        identity."""
+        """Return the same parameters at every call: typer distinguishes them by identity."""
         self.params = [_plain(each) for each in getattr(self, "params", ())]
         return super().get_params(ctx)  # type: ignore[misc]
 
@@ -60,11 +55,12 @@ class PlainParameters:
 
 def _plain(parameter: Any) -> Any:
     """Return a parameter as one whose plain values are taken as they are."""
-    if isinstance(parameter, _PlainValues):
+    kind = _PLAIN.get(type(parameter))
+    if kind is None:
         return parameter
-    if isinstance(parameter, TyperOption):
-        return PlainOption.of(parameter)
-    return PlainArgument.of(parameter) if isinstance(parameter, TyperArgument) else parameter
+    made = kind.__new__(kind)
+    vars(made).update(vars(parameter))
+    return made
 
 
 def _is_plain(value: Any, kind: Any) -> bool:
@@ -77,13 +73,4 @@ def _is_plain(value: Any, kind: Any) -> bool:
         return value in get_args(kind)
     if kind in (bool, int, float):
         return type(value) is kind  # a default, as what is typed is a text
-    return kind is str and isinstance(value, str) and _is_unicode(value)
-
-
-def _is_unicode(text: str) -> bool:
-    """Return whether a text is free of bytes that the shell passed and that encode nothing."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return kind is str and isinstance(value, str) and printable(value) == value

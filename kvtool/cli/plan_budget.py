@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING
 from kvtool.calls.plan_settings import PlanSettings
 from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal, TerminalWatcher
-from kvtool.documents.files import check_writable
-from kvtool.errors import UsageError
-from kvtool.extras import require
 
 if TYPE_CHECKING:
     from kvtool.documents.plan import PlanDocument
-
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 def plan_budget(options: PlanSettings, terminal: Terminal) -> None:
@@ -24,7 +18,7 @@ def plan_budget(options: PlanSettings, terminal: Terminal) -> None:
     Weights are never loaded.
     """
     _ = options.target
-    check_paths(options)
+    options.check_output()
     from kvtool.calls.plan import prepare_plan
 
     watcher = TerminalWatcher(terminal)
@@ -53,15 +47,3 @@ def _write(document: PlanDocument, options: PlanSettings, terminal: Terminal) ->
         draw_plan(document, options.plot_path)
         terminal.note(f"wrote {options.plot_path}")
     write_shown(document, options, terminal)
-
-
-def check_paths(options: PlanSettings) -> None:
-    """Refuse files that could not be written at the end."""
-    options.check_output()
-    path = options.plot_path
-    if path is None:
-        return
-    if path.suffix.lower() not in _PICTURES:
-        raise UsageError(f"--plot must end in {', '.join(_PICTURES)}, got `{options.plot}`")
-    check_writable(path, "--plot")
-    require("plots", needed_by="--plot")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.output_settings import OutputSettings
 from kvtool.cli.output import write_data
 from kvtool.cli.terminal import Terminal
-from kvtool.documents.settings import Flag
+from kvtool.documents.settings import flag
 from kvtool.errors import PolicyError, UsageError
 from kvtool.policies.installed import about, describe_installed
 from kvtool.policies.table import describe
@@ -26,14 +26,10 @@ _OWN = "a score of your own goes wherever a base does: my_package.my_module:MySc
 class PoliciesSettings(OutputSettings):
     """What `kvtool policies` is asked."""
 
-    name: Annotated[
-        str | None,
-        Flag(metavar="[NAME]", help="A policy or modifier, or a score as MODULE:CLASS."),
-    ] = None
-    check: Annotated[
-        bool,
-        Flag("--check", help="Hold the policy against the contract, on a small random model."),
-    ] = False
+    name: str | None = flag("[NAME]", "A policy or modifier, or a score as MODULE:CLASS.")
+    check: bool = flag(
+        "--check", "Hold the policy against the contract, on a small random model.", default=False
+    )
 
 
 def policies(options: PoliciesSettings, terminal: Terminal) -> None:

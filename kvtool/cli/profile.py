@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 from kvtool.calls.profile import ProfileSettings, request_of
 from kvtool.cli.output import write_configuration, write_shown
 from kvtool.cli.terminal import Terminal, TerminalWatcher
-from kvtool.documents.files import check_unicode, check_writable
+from kvtool.documents.files import check_unicode
 from kvtool.errors import UsageError
-from kvtool.extras import require
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.processes import check_alone
 from kvtool.profiling.request import OF_POLICY, ProfileRequest, parse_metrics
@@ -19,7 +18,6 @@ from kvtool.transformers_versions import check_transformers
 if TYPE_CHECKING:
     from kvtool.evaluation.profiled import Profiled
 
-_PICTURES = (".png", ".svg", ".pdf")
 _IN_A_FILE = {"key_basis": "key bases", "query_centres": "centres of queries"}
 
 
@@ -67,17 +65,9 @@ def _check_paths(options: ProfileSettings, terminal: Terminal) -> None:
     options.check_memory(used=False)
     options.check_output()
     if options.heads_path is not None:
-        check_writable(options.heads_path, "--output")
         check_unicode(options.heads_path.name, "--output:")
-    if options.plot_path is not None:
-        if options.plot_path.suffix.lower() not in _PICTURES:
-            raise UsageError(
-                f"--plot: `{options.plot}` is no picture", hint=f"use {', '.join(_PICTURES)}"
-            )
-        check_writable(options.plot_path, "--plot")
-        if metrics == ("memory",):
-            raise UsageError("--plot: memory alone has no picture", hint="leave out --plot")
-        require("plots", needed_by="--plot")
+    if options.plot_path is not None and metrics == ("memory",):
+        raise UsageError("--plot: memory alone has no picture", hint="leave out --plot")
     check_folder(options.model, config_only=metrics == ("memory",))
     for metric, what in _IN_A_FILE.items():
         if metric in metrics and options.heads_path is None:

@@ -1,11 +1,7 @@
 """The two streams of a command: data on stdout, everything else on stderr.
 
-Notes, bars of progress and kept texts go to stderr. Ctrl-C ends an answer after the running token,
-and the answer is kept.
-
-The null device takes the place of standard streams that are closed (`kvtool <&- >&- 2>&-`). Python
-has no object for a stream that was closed before it began, and the next file that is opened gets
-the stream's number. What a library prints would then be in that file.
+The null device takes the place of standard streams that are closed (`kvtool <&- >&- 2>&-`): else
+the next file that is opened gets the stream's number, and what a library prints would be in it.
 """
 
 from __future__ import annotations
@@ -18,9 +14,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
+
+from typer import Exit
 
 from kvtool.errors import printable, visible
 from kvtool.processes import started
@@ -79,11 +76,6 @@ class Terminal:
         """Say on a terminal that a model is being loaded, since imports take seconds."""
         if sys.stderr.isatty():
             self.note(f"loading {model or 'the model'} ..")
-
-    def note_any(self, text: str | None) -> None:
-        """Show the person at the terminal a text, if there is one."""
-        if text is not None:
-            self.note(text)
 
     def print(self, table: RenderableType) -> None:
         """Print what rich lays out; on a terminal it is as wide as that, and coloured."""
@@ -171,6 +163,11 @@ class Interruption:
             self._before = signal.signal(signal.SIGINT, self._press)
         return self.pressed
 
+    def exit(self) -> None:
+        """End the command with the code of Ctrl-C, if it was pressed."""
+        if self.pressed:
+            raise Exit(130)
+
     def _press(self, *unused: object) -> None:
         self.pressed = True
         self.__exit__()
@@ -179,58 +176,6 @@ class Interruption:
         if self._before is not None:
             signal.signal(signal.SIGINT, self._before)
             self._before = None
-
-
-def print_kept(texts: Sequence[KeptText]) -> None:
-    """Print kept texts on stderr, in colours or, where there are none, with brackets."""
-    from rich.console import Console
-
-    from kvtool.cli.tables import Visible
-    from kvtool.report.kept.text import (
-        coloured_text,
-        in_brackets,
-        legend,
-        legend_of_brackets,
-    )
-
-    console = Console(file=sys.stderr, highlight=False)
-    coloured = console.color_system is not None and not console.no_color
-    for text in texts:
-        tell(f"\n{text.title}: {text.cost}\n")
-        if coloured:
-            console.print(Visible(legend(text)))
-            console.print(Visible(coloured_text(text)))
-        else:
-            tell(f"{legend_of_brackets(text)}\n{in_brackets(text)}\n")
-
-
-@contextlib.contextmanager
-def show_progress(terminal: Terminal, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar with the time left; call what is given with what was done, and in how many steps.
-
-    Nothing is shown where nothing is left to do.
-    """
-    if not terminal.progress or total == 0:
-        yield lambda text, steps=1: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda text, steps=1: progress.update(task, advance=steps, description=visible(text))
 
 
 class TerminalWatcher(Watcher):
@@ -250,12 +195,51 @@ class TerminalWatcher(Watcher):
         self.terminal.note(text)
 
     def show_kept(self, texts: Sequence[KeptText]) -> None:
-        """Print kept texts."""
-        print_kept(texts)
+        """Print kept texts, in colours or, where there are none, with brackets."""
+        from rich.console import Console
 
-    def progress(self, total: int) -> AbstractContextManager[Callable[..., None]]:
-        """Show a bar with the time left."""
-        return show_progress(self.terminal, total)
+        from kvtool.cli.tables import Visible
+        from kvtool.report.kept.text import (
+            coloured_text,
+            in_brackets,
+            legend,
+            legend_of_brackets,
+        )
+
+        console = Console(file=sys.stderr, highlight=False)
+        coloured = console.color_system is not None and not console.no_color
+        for text in texts:
+            tell(f"\n{text.title}: {text.cost}\n")
+            if coloured:
+                console.print(Visible(legend(text)))
+                console.print(Visible(coloured_text(text)))
+            else:
+                tell(f"{legend_of_brackets(text)}\n{in_brackets(text)}\n")
+
+    @contextlib.contextmanager
+    def progress(self, total: int) -> Iterator[Callable[..., None]]:
+        """Show a bar with the time left, where something is left to do."""
+        if not self.shows_progress or total == 0:
+            yield lambda text, steps=1: None
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+            TextColumn("{task.description}", markup=False),
+        )
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda text, steps=1: bar.update(task, advance=steps, description=visible(text))
 
 
 _REFUSING = ((0, "stdin", os.O_WRONLY), (1, "stdout", os.O_RDONLY))

@@ -55,33 +55,28 @@ def check_claim(claim: Claim, policies: Sequence[str], budgets: Sequence[str]) -
             margin or without other `budgets`.
     """
     for i, pair in enumerate(claim.pairs):
-        if pair.variant == pair.than:
-            raise UsageError(
-                f"claim.pairs.{i}: `{pair.variant}` is held against itself; name two policies",
-                hint="--unset claim",
-            )
-        for key, policy in (("variant", pair.variant), ("than", pair.than)):
-            if policy not in policies:
-                raise UsageError(
-                    f"claim.pairs.{i}.{key}: `{policy}` is not compared; the policies are "
-                    f"{', '.join(policies)}",
-                    hint="--unset claim",
-                )
-        for key, named in (("budgets", pair.budgets), ("than_at", pair.than_at)):
-            for budget in named:
-                if str(budget) not in budgets:
-                    raise UsageError(
-                        f"claim.pairs.{i}.{key}: `{budget}` is none of {', '.join(budgets)}",
-                        hint="--unset claim",
-                    )
-        if not pair.than_at:
-            continue
-        both = {*map(str, pair.budgets)} & {*map(str, pair.than_at)}
-        if pair.margin is not None or not pair.budgets or both:
-            raise UsageError(
-                f"claim.pairs.{i}.than_at: names budgets beside others in `budgets`, and no margin",
-                hint="budgets: [64], than_at: [256]",
-            )
+        if why := _wrong(pair, policies, budgets):
+            raise UsageError(f"claim.pairs.{i}{why}", hint="--unset claim")
+
+
+def _wrong(pair: ClaimedPair, policies: Sequence[str], budgets: Sequence[str]) -> str | None:
+    """Say what is wrong with a pair: the key, and what would do."""
+    if pair.variant == pair.than:
+        return f": `{pair.variant}` is compared with itself; name two policies"
+    for key, named, known in (
+        *(("variant", [pair.variant], policies), ("than", [pair.than], policies)),
+        *(("budgets", pair.budgets, budgets), ("than_at", pair.than_at, budgets)),
+    ):
+        for each in named:
+            if str(each) not in known:
+                return f".{key}: `{each}` is none of {', '.join(known)}"
+    both = {*map(str, pair.budgets)} & {*map(str, pair.than_at)}
+    if pair.than_at and (pair.margin is not None or not pair.budgets or both):
+        return (
+            ".than_at: names budgets beside others in `budgets`, and no margin, as in "
+            "`budgets: [64], than_at: [256]`"
+        )
+    return None
 
 
 class ClaimRow(Section):

@@ -151,20 +151,12 @@ class ShownDocument(Document):
     """A document that can be shown as text, as a data frame and in a notebook."""
 
     def table(self, width: int = WIDTH) -> str:
-        """Return the table that a terminal shows, ending in a newline.
-
-        Args:
-            width: characters of a line.
-        """
+        """Return the table that a terminal of `width` characters shows, ending in a newline."""
         written: str = report("text").text(self, width)
         return written
 
     def to_pandas(self) -> Any:
-        """Return the document's numbers as a pandas data frame.
-
-        Raises:
-            UsageError: pandas is not installed.
-        """
+        """Return the document's numbers as a data frame of pandas, if that is installed."""
         return report("view").frame(self)
 
     def _repr_html_(self) -> str:
@@ -177,15 +169,9 @@ MOST = 500  # policies, budgets, tasks or gates of a recipe
 
 
 class RecipeSection(Section):
-    """A part of a recipe: values are not converted, so that `yes` is no truth and "8" no number.
-
-    Attributes:
-        refused_keys: keys that are refused for a reason of their own.
-    """
+    """A part of a recipe: values are not converted, so that `yes` is no truth and "8" no number."""
 
     model_config = ConfigDict(strict=True)
-
-    refused_keys: ClassVar[dict[str, str]] = {}
 
 
 def _shape(value: Any) -> str:

@@ -10,7 +10,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,12 +30,7 @@ def as_folder(name: str) -> str:
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse a path that a long run could not be written to at its end.
-
-    Raises:
-        UsageError: the folder does not exist or is not writable, the path is a folder itself or a
-            device that takes nothing, or its name is too long.
-    """
+    """Refuse a path that a long run could not be written to at its end: `UsageError`."""
     check_name(path, option)
     if path.is_dir():
         raise UsageError(f"{option}: `{path}` is a folder, not a file")
@@ -44,37 +39,25 @@ def check_writable(path: Path, option: str) -> None:
         raise UsageError(f"{option}: folder `{folder}` does not exist", hint=f"mkdir -p {folder}")
     real = Path(os.path.realpath(path))
     try:
-        if real.exists() and not real.is_file():
-            _try_device(real)
+        if real.exists() and not real.is_file():  # a full device refuses even nothing
+            handle = os.open(real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            try:
+                os.write(handle, b"")
+            finally:
+                os.close(handle)
         elif not os.access(real if real.exists() else real.parent, os.W_OK):
             raise UsageError(f"{option}: `{path}` is not writable")
         else:
             with tempfile.TemporaryFile(dir=real.parent):
                 pass
     except OSError as error:
-        raise UsageError(f"{option}: `{path}` is not writable: {error.strerror or error}") from None
-
-
-def _try_device(path: Path) -> None:
-    """Write nothing to a device or pipe, which a full device refuses as well."""
-    try:
-        handle = os.open(path, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
-    except OSError as error:
-        if error.errno == errno.ENXIO:
-            return  # a pipe without a reader yet
-        raise
-    try:
-        os.write(handle, b"")
-    finally:
-        os.close(handle)
+        if error.errno != errno.ENXIO:  # a pipe without a reader yet
+            why = error.strerror or error
+            raise UsageError(f"{option}: `{path}` is not writable: {why}") from None
 
 
 def check_name(path: Path, option: str) -> None:
-    """Refuse a path with a name that no file can have.
-
-    Raises:
-        UsageError: a part of it, or all of it, is longer than the system takes.
-    """
+    """Refuse a path that is longer than the system takes, or a part of it: `UsageError`."""
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > _LONGEST_NAME or len(os.fsencode(path)) > _LONGEST_PATH:
         limits = f"a file name has at most {_LONGEST_NAME} bytes, a path {_LONGEST_PATH}"
@@ -82,11 +65,7 @@ def check_name(path: Path, option: str) -> None:
 
 
 def check_unicode(name: str, what: str) -> None:
-    """Refuse a file or folder whose name a document or a tokenizer has to hold, and cannot.
-
-    Raises:
-        UsageError: a byte of the name is not UTF-8.
-    """
+    """Refuse a name that is not UTF-8, where a document or a tokenizer has to hold it."""
     if name != printable(name):
         message = f"{what} {quote(name)} is not UTF-8"
         raise UsageError(message, hint="rename it, or link to it: ln -s OLD NEW")
@@ -108,9 +87,19 @@ def _temporary_name(path: Path) -> tuple[str, str]:
     return f".{name}.", ".part"
 
 
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line why a file cannot be written (no space, no permission)."""
+    try:
+        yield
+    except OSError as error:
+        raise KvtoolError(f"cannot write `{path}`: {error.strerror or error}") from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
-    write_with(path, lambda temporary: _write_utf8(temporary, text))
+    plain = printable(text)
+    write_with(path, lambda part: part.write_text(plain, encoding="utf-8", newline=""))
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
@@ -121,34 +110,37 @@ def write_with(path: Path, write: Callable[[Path], object]) -> None:
     such as /dev/null is written directly.
 
     Raises:
-        KvtoolError: the system refused (no space, no permission), in one line.
+        KvtoolError: the system refused.
     """
     path = Path(os.path.realpath(path))
-    try:
+    with writing(path):
         if path.exists() and not path.is_file():
             write(path)
-            return
-        _write_beside(path, write)
-    except OSError as error:
-        reason = error.strerror or error
-        raise KvtoolError(f"cannot write `{path}`: {reason}") from error
+        else:
+            _put(path, write, is_folder=False)
 
 
-def _write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    handle, temporary = _make_temporary(path)
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
+    """Let `fill` write the files of a temporary folder, then put it in place as `write_with` does.
 
-    def fill(temporary: Path) -> None:
-        write(temporary)
-        temporary.chmod(path.stat().st_mode & 0o7777 if path.exists() else 0o666 & ~_umask())
-        _sync(temporary)
+    Nothing, or an empty folder, is there before.
+    """
+    folder = Path(os.path.realpath(folder))
+    with writing(folder):
+        _put(folder, fill, is_folder=True)
 
-    _put(path, handle, temporary, fill)
 
-
-def _put(path: Path, handle: int, temporary: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a temporary that is open and locked, and put it in place; a failure leaves nothing."""
+def _put(path: Path, fill: Callable[[Path], object], *, is_folder: bool) -> None:
+    handle, temporary = _make_temporary(path, is_folder=is_folder)
+    mask = os.umask(0o022)
+    os.umask(mask)
     try:
         fill(temporary)
+        for file in temporary.iterdir() if is_folder else [temporary]:
+            file.chmod(path.stat().st_mode & 0o7777 if path.is_file() else 0o666 & ~mask)
+            _sync(file)
+        if is_folder:
+            temporary.chmod(0o777 & ~mask)
         temporary.replace(path)
     except BaseException:
         _delete(temporary)
@@ -165,32 +157,7 @@ def _delete(left: Path) -> None:
         left.unlink(missing_ok=True)
 
 
-def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write the files of a temporary folder, then put it in place in one step.
-
-    Nothing, or an empty folder, is there before. What writers of the same folder that were killed
-    have left is deleted.
-
-    Raises:
-        KvtoolError: the system refused (no space, no permission), in one line.
-    """
-    folder = Path(os.path.realpath(folder))
-
-    def fill_all(temporary: Path) -> None:
-        fill(temporary)
-        for file in temporary.iterdir():
-            file.chmod(0o666 & ~_umask())
-            _sync(file)
-        temporary.chmod(0o777 & ~_umask())
-
-    try:
-        handle, temporary = _make_temporary(folder, is_folder=True)
-        _put(folder, handle, temporary, fill_all)
-    except OSError as error:
-        raise KvtoolError(f"cannot write `{folder}`: {error.strerror or error}") from error
-
-
-def _make_temporary(path: Path, *, is_folder: bool = False) -> tuple[int, Path]:
+def _make_temporary(path: Path, *, is_folder: bool) -> tuple[int, Path]:
     """Make a temporary that is locked as long as its writer lives, whatever ends it.
 
     Those whose writers are dead, so that no process locks them, are deleted.
@@ -218,13 +185,7 @@ def _make_temporary(path: Path, *, is_folder: bool = False) -> tuple[int, Path]:
 
 
 def lock(handle: int, *, wait: bool = True) -> bool:
-    """Lock an open file until it is closed, whatever ends the process.
-
-    Args:
-        wait: whether to wait for a process that holds the lock.
-
-    Returns:
-        Whether it is locked, which only a caller that does not wait has to ask.
+    """Lock an open file until it is closed; return whether it is, for callers that do not wait.
 
     Raises:
         OSError: the file system has no locks.
@@ -232,10 +193,6 @@ def lock(handle: int, *, wait: bool = True) -> bool:
     from filelock import lock_descriptor  # not at the head: most commands lock nothing
 
     return lock_descriptor(handle, blocking=wait)
-
-
-def _write_utf8(path: Path, text: str) -> None:
-    path.write_text(printable(text), encoding="utf-8", newline="")
 
 
 def _sync(path: Path) -> None:
@@ -247,12 +204,6 @@ def _sync(path: Path) -> None:
             raise  # a folder that cannot be synced (some network drives) is no reason to fail
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 MOST_BYTES = 64 * 2**20
@@ -288,9 +239,8 @@ def read_bytes(path: Path, name: str, *, most: int = MOST_BYTES, kind: str = "te
     """Read a regular file, or what a shell hands over as one (`<(command)`, /dev/stdin).
 
     Args:
-        name: what the file is called in messages.
+        name, kind: what the file is called in messages, and what it is read as.
         most: bytes it may have.
-        kind: what it is read as, in words.
 
     Raises:
         UsageError: a device, a named pipe or a socket, which may never end; too large.
@@ -312,11 +262,7 @@ def _read_some(stream: BinaryIO, name: str, most: int, kind: str) -> bytes:
 
 
 def check_prompt(text: str, source: str) -> str:
-    """Return a prompt as it is, once it is known to be text that a tokenizer can read.
-
-    Raises:
-        UsageError: empty, or holding bytes that were not UTF-8 when the shell passed them.
-    """
+    """Return a prompt as it is; one that is empty or no UTF-8 is refused (`UsageError`)."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -342,14 +288,11 @@ def read_prompt(path: str) -> str:
 def read_utf8(
     path: str | Path, what: str, *, most: int = MOST_BYTES, kind: str = "text"
 ) -> tuple[str, str]:
-    """Read a text file; `-`, as text, is stdin.
+    """Read a text file; `-`, as text, is stdin. Return what messages call it, and its text.
 
     Args:
         what: the file in words, such as `prompt file`.
         most, kind: as for `read_bytes`.
-
-    Returns:
-        What it is called in messages, and its text.
 
     Raises:
         UsageError: missing, unreadable, no regular file, too large or not UTF-8.
@@ -360,10 +303,6 @@ def read_utf8(
             data = _read_some(sys.stdin.buffer, name, most, kind)
         else:
             data = read_bytes(expand(path), name, most=most, kind=kind)
-    except FileNotFoundError:
-        raise UsageError(f"{name} does not exist") from None
-    except IsADirectoryError:
-        raise UsageError(f"{name} is a folder, not a file") from None
     except OSError as error:
         raise UsageError(f"cannot read {name}: {error.strerror or error}") from None
     try:

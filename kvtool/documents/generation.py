@@ -203,10 +203,7 @@ class GenerationDocument(ShownDocument):
         ]
         if self.plan is not None:
             parts.append(self.plan.in_words(self.cache))
-        if self.fidelity is not None:
-            parts.append(self.fidelity.in_words())
-        if self.compiled is not None:
-            parts.append(self.compiled.in_words())
+        parts += [each.in_words() for each in (self.fidelity, self.compiled) if each is not None]
         return "; ".join(parts)
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from kvtool.documents.files import expand
 from kvtool.documents.readers import parse_yaml
@@ -53,14 +54,14 @@ def _value(text: str, keys: Keys, flag: Mark) -> Node:
     try:
         value = parse_yaml(text, flag.name).data
     except DocumentError as error:
-        raise _wrong(flag, keys, error.problems[0].message) from None
+        _refuse(flag, keys, error.problems[0].message)
     if isinstance(value, (dict, list)) and text.lstrip()[:1] not in ("{", "["):
-        raise _wrong(flag, keys, "quote text that holds `: ` or begins with `- `")
+        _refuse(flag, keys, "quote text that holds `: ` or begins with `- `")
     return Node.of(value, flag)
 
 
-def _wrong(flag: Mark, keys: Keys, message: str) -> DocumentError:
-    return DocumentError([Problem(flag, keys, message)])
+def _refuse(flag: Mark, keys: Keys, message: str) -> NoReturn:
+    raise DocumentError([Problem(flag, keys, message)])
 
 
 def _edit(
@@ -71,17 +72,17 @@ def _edit(
         if not append:
             return replace(new, key=node.key)
         if not isinstance(node.value, list | None):
-            raise _wrong(flag, keys, "is not a list, nothing can be appended")
+            _refuse(flag, keys, "is not a list, nothing can be appended")
         mark = flag if node.value is None else node.mark
         return replace(node, value=[*(node.value or []), new], mark=mark)
     key, last = _step(node, keys, at, flag), at + 1 == len(keys)
     child = node.child(key)
     if child is None and new is None:
         hint = did_you_mean(str(key), node.value) if isinstance(node.value, dict) else None
-        raise _wrong(flag, keys[: at + 1], "is not there" + (f"; {hint}" if hint else ""))
+        _refuse(flag, keys[: at + 1], "is not there" + (f"; {hint}" if hint else ""))
     if child is None:
         if not last and isinstance(keys[at + 1], int):
-            raise _wrong(flag, keys[: at + 1], "is not there, and nor is a list")
+            _refuse(flag, keys[: at + 1], "is not there, and nor is a list")
         child = Node(None if last else {}, flag, flag)
     if last and new is None:
         return node.without_child(key)
@@ -94,14 +95,10 @@ def _step(node: Node, keys: Keys, at: int, flag: Mark) -> str | int:
     if isinstance(node.value, dict):
         return str(key)
     if not isinstance(node.value, list):
-        message = f"is neither a mapping nor a list, so it has no `{key}`"
-    elif not isinstance(key, int):
-        message = f"is a list; `{key}` is not an index"
-    elif key >= len(node.value):
-        message = f"has no item {key}, only {len(node.value)}; append with `+=`"
-    else:
-        return key
-    raise _wrong(flag, keys[:at], message)
+        _refuse(flag, keys[:at], f"is neither a mapping nor a list, so it has no `{key}`")
+    if not isinstance(key, int) or key >= len(node.value):
+        _refuse(flag, keys[:at], f"is a list of {len(node.value)} and has no item `{key}`")
+    return key
 
 
 def overlay(below: Node, above: Node, keys: Keys = ()) -> Node:
@@ -173,7 +170,7 @@ def resolve_includes(source: Source, outer: tuple[Path, ...] = ()) -> Source:
             problems += error.problems
         except UsageError as error:
             keys = ("include", i) if listed else ("include",)
-            problems.append(Problem(entry.mark, keys, str(error).removeprefix("include: ")))
+            problems.append(Problem(entry.mark, keys, str(error)))
         else:
             below = included if below is None else overlay(below, included)
     if problems:
@@ -188,7 +185,8 @@ def _include(source: Source, entry: Node, outer: tuple[Path, ...]) -> Node:
     if path.resolve() in outer:
         raise UsageError(f"`{path}` includes itself")
     included = read_file(path, option="include", kind="recipe")
-    values, keys, message = included.node.value, (), None
+    values, message = included.node.value, None
+    keys: Keys = ()
     if included.kind not in (None, "recipe"):
         keys, message = ("kind",), f"an included file is a recipe, got {show(included.kind)}"
     elif not isinstance(values, dict):

@@ -6,7 +6,7 @@ Every list over layers has `model.layers` entries, null for a layer that the ana
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -93,6 +93,9 @@ class HeadLosses(Section):
     ]
 
 
+_PER_BUDGET = Unit("nats per token: a list per layer, a number per budget")
+
+
 class AnswerLosses(SparseSection):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
@@ -103,10 +106,8 @@ class AnswerLosses(SparseSection):
 
     policy: str
     budgets: Annotated[list[TokenCount], Unit("tokens per KV head of the layer that is cut")]
-    losses: Annotated[LayerCurves, Unit("nats per token: a list per layer, a number per budget")]
-    standard_errors: Annotated[
-        LayerCurves, Unit("nats per token: a list per layer, a number per budget")
-    ]
+    losses: Annotated[LayerCurves, _PER_BUDGET]
+    standard_errors: Annotated[LayerCurves, _PER_BUDGET]
     by_sample: Annotated[
         list[LayerCurves],
         Unit("nats per token: for each sample a list per layer, a number per budget"),
@@ -287,7 +288,8 @@ def _tables(name: str, losses: AnswerLosses | HeadLosses) -> Iterator[tuple[str,
     """Yield every list of layers in losses."""
     yield f"{name}.losses", losses.losses
     yield f"{name}.standard_errors", losses.standard_errors
-    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(losses.by_sample))
+    samples: Sequence[list[Any]] = losses.by_sample
+    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(samples))
 
 
 def _check_lists(name: str, value: Any, *axes: tuple[str, int]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from yaml.reader import Reader
@@ -90,11 +90,7 @@ def join_surrogates(text: str) -> str:
 
 
 def parse_yaml(text: str, name: str) -> Node:
-    """Read one YAML document.
-
-    Raises:
-        DocumentError: not YAML, or YAML that is refused.
-    """
+    """Read one YAML document; `DocumentError` where it is none, or is refused."""
     odd = Reader.NON_PRINTABLE.search(text)
     if odd:
         message = f"the character {odd[0]!r} has no place in YAML"
@@ -140,8 +136,8 @@ class _Composer:
     def note(self, at: int, keys: Keys, message: str) -> None:
         self.problems.append(Problem(self.mark(at), keys, message))
 
-    def wrong(self, at: int, message: str) -> DocumentError:
-        return DocumentError([Problem(self.mark(at), (), message)])
+    def refuse(self, at: int, message: str) -> NoReturn:
+        raise DocumentError([Problem(self.mark(at), (), message)])
 
     def document(self) -> Node:
         """Return the top of the only document; nothing at all is null."""
@@ -152,28 +148,24 @@ class _Composer:
         self.next()
         end = self.next()
         if not isinstance(end, yaml.StreamEndEvent):
-            raise self.wrong(_place(end), "a second document begins here; a file holds one")
+            self.refuse(_place(end), "a second document begins here; a file holds one")
         if self.problems:
             raise DocumentError(sorted(self.problems, key=lambda problem: problem.mark.index or 0))
         return top
 
     def value(self, event: _Event, keys: Keys, deep: int = 1) -> Node:
-        """Read a value whose first event is at hand.
-
-        Args:
-            deep: levels of mappings and lists around it, and one.
-        """
+        """Read a value whose first event is at hand, inside `deep` - 1 others."""
         at = _place(event)
         if isinstance(event, yaml.AliasEvent):
             return self.alias(event.anchor or "", at, deep)
         before = self.count
         self.add(1, at)
         if deep > DEEPEST:
-            raise self.wrong(at, _TOO_DEEP)
+            self.refuse(at, _TOO_DEEP)
         if event.tag is not None:
             self.note(at, (), f"tags are not read, got `{event.tag}`")
         if event.anchor in self.anchors or event.anchor in self.open:
-            raise self.wrong(at, f"not valid YAML: found duplicate anchor `{event.anchor}`")
+            self.refuse(at, f"not valid YAML: found duplicate anchor `{event.anchor}`")
         if event.anchor is not None:
             self.open.add(event.anchor)
         value: Any
@@ -192,22 +184,22 @@ class _Composer:
     def add(self, count: int, at: int) -> None:
         self.count += count
         if self.count > _MOST_NODES:
-            raise self.wrong(at, f"more than {_MOST_NODES} values")
+            self.refuse(at, f"more than {_MOST_NODES} values")
 
     def alias(self, anchor: str, at: int, deep: int) -> Node:
         """Return the value that an alias names, unless it is large."""
         if anchor in self.open:
-            raise self.wrong(at, "an alias inside what it stands for")
+            self.refuse(at, "an alias inside what it stands for")
         if anchor not in self.anchors:
-            raise self.wrong(at, f"not valid YAML: found undefined alias `{anchor}`")
+            self.refuse(at, f"not valid YAML: found undefined alias `{anchor}`")
         node, size = self.anchors[anchor]
         self.aliased += size
         if self.aliased > _MOST_ALIASED:
             message = f"aliases stand for more than {_MOST_ALIASED} values; write them out"
-            raise self.wrong(at, message)
+            self.refuse(at, message)
         self.add(size, at)
         if deep + node.depth > DEEPEST:
-            raise self.wrong(at, _TOO_DEEP)
+            self.refuse(at, _TOO_DEEP)
         return node
 
     def sequence(self, keys: Keys, deep: int) -> list[Node]:
@@ -280,11 +272,7 @@ class _JsonComposer(_Composer):
 
 
 def parse_json(text: str, name: str) -> Node:
-    """Read one JSON document with the json module; places are looked up when something is wrong.
-
-    Raises:
-        DocumentError: not JSON, or JSON that is refused.
-    """
+    """Read one JSON document with the json module; places are looked up when something is wrong."""
     try:
         return _Places(text, name).tree(load_json(text, unique=True), ())
     except json.JSONDecodeError as error:
@@ -336,11 +324,7 @@ Item = tuple[Mark, Callable[[], Any]]
 
 
 def json_array(text: str, name: str) -> Iterator[Item]:
-    """Yield the items of a text that is one JSON array, or the one value that it is.
-
-    Raises:
-        DocumentError: as `parse_json`.
-    """
+    """Yield the items of a text that is one JSON array, or the one value that it is."""
     top = parse_json(text, name)
     for item in top.value if isinstance(top.value, list) else [top]:
         yield item.mark, partial(getattr, item, "data")
@@ -365,13 +349,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def load_json(data: bytes | str, *, unique: bool = False) -> Any:
-    """Read JSON whose numbers are finite and whose texts are whole.
+    """Read JSON whose numbers are finite and whose texts are whole; `ValueError` for anything else.
 
     Args:
         unique: whether a key that is given twice is refused.
-
-    Raises:
-        ValueError: anything else, and what is nested too deep.
     """
     try:
         value = json.loads(data, object_pairs_hook=_unique if unique else None, **_NUMBERS)
@@ -386,3 +367,11 @@ def load_json(data: bytes | str, *, unique: bool = False) -> Any:
     if b"\\ud" in data.lower() if isinstance(data, bytes) else "\\ud" in data.lower():
         join_surrogates(json.dumps(value, ensure_ascii=False))
     return value
+
+
+def try_json(text: str) -> Any:
+    """Return what a text is as JSON, None where it is none."""
+    try:
+        return load_json(text)
+    except ValueError:
+        return None

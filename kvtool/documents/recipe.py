@@ -7,10 +7,9 @@ known further up; here they are only spelled.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -21,10 +20,9 @@ from pydantic import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
-    SerializerFunctionWrapHandler,
+    StringConstraints,
     Tag,
     WrapValidator,
-    model_serializer,
     model_validator,
 )
 
@@ -36,12 +34,12 @@ from kvtool.documents.document import (
     SHORT,
     Document,
     RecipeSection,
+    SparseSection,
     TokenCount,
     counted,
     listed,
 )
 from kvtool.documents.settings import Asking, ModelFields, Name
-from kvtool.documents.source import show
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import DEFAULT_BLOCK, LARGEST_SEED, Budget, check_temperature, spell_prefill
@@ -56,23 +54,19 @@ def _ratio(value: Any) -> str:
     budget = Budget.parse(value)
     if budget.tokens == 1:
         budget = Budget(ratio=Fraction(1))
-    if budget.ratio is None:
-        raise UsageError(f"{quote(value)} is not a share of the prompt", hint="use `20%` or `0.2`")
-    return str(budget)
+    return _spell_if(budget.ratio, budget, f"{quote(value)} is not a share of the prompt (`20%`)")
 
 
 def _bytes(value: Any) -> str:
     whole = isinstance(value, int) and not isinstance(value, bool)
     budget = Budget(bytes=value) if whole else Budget.parse(value)
-    if budget.bytes is None:
-        raise UsageError(f"{quote(value)} is not a number of bytes", hint="use `64MiB`")
+    return _spell_if(budget.bytes, budget, f"{quote(value)} is not a number of bytes (`64MiB`)")
+
+
+def _spell_if(there: object, budget: Budget, refusal: str) -> str:
+    if there is None:
+        raise UsageError(refusal)
     return str(budget)
-
-
-def _plan(value: Any) -> Any:
-    if value is not None and (not isinstance(value, (str, dict)) or not value):
-        raise ValueError("must be the path of a plan, or a plan")
-    return value
 
 
 NotEmpty = Field(min_length=1, max_length=MOST)
@@ -83,25 +77,25 @@ Bytes = Annotated[str, BeforeValidator(_bytes)]
 AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]
 
 
-class BudgetMapping(RecipeSection):
+def _check_one(section: RecipeSection, names: tuple[str, ...]) -> None:
+    given = [name for name in names if getattr(section, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        raise ValueError(f"must have one of {', '.join(names)}, got {got}")
+
+
+class BudgetMapping(RecipeSection, SparseSection):
     """Budgets of one kind: exactly one of the keys."""
 
     tokens: Annotated[list[Tokens], NotEmpty, Listed] | None = None
     ratio: Annotated[list[Ratio], NotEmpty, Listed] | None = None
     bytes: Annotated[list[Bytes], NotEmpty, Listed] | None = None
-    plan: Annotated[Any, BeforeValidator(_plan)] = None
+    plan: Annotated[str | dict[str, Any], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
     def _one(self) -> BudgetMapping:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none of them"
-            raise ValueError(f"must be one of tokens, ratio, bytes and plan, got {got}")
+        _check_one(self, ("tokens", "ratio", "bytes", "plan"))
         return self
-
-    @model_serializer(mode="wrap")
-    def _given(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {key: value for key, value in serialize(self).items() if value is not None}
 
 
 BudgetChoice = Annotated[
@@ -111,63 +105,22 @@ BudgetChoice = Annotated[
 ]
 
 
-def budgets_of(choice: BudgetChoice | None) -> list[Budget]:
-    """Return each budget; a plan is none."""
-    if choice is None:
-        return []
-    values: Sequence[int | str]
-    if isinstance(choice, BudgetMapping):
-        values = choice.tokens or choice.ratio or choice.bytes or []
-    else:
-        values = choice
-    return [Budget.parse(value) for value in values]
-
-
-_SYNTAX = re.compile(r"[(),=+\s]")
-
-
-def _policy(value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(
-            f"must be a policy such as `h2o(recent=8)` or {{name: h2o, recent: 8}}, "
-            f"got {show(value)}"
-        )
-    return value.strip()
-
-
-def _name(value: Any) -> str:
-    if not isinstance(value, str) or not value or _SYNTAX.search(value):
-        raise ValueError(
-            f"must be one name, without parameters or modifiers, such as `h2o`, got {show(value)}"
-        )
-    return value
-
-
-def _parameter(value: Any) -> Any:
-    if isinstance(value, (dict, list)) or (
-        isinstance(value, str) and (not value or _SYNTAX.search(value))
-    ):
-        raise ValueError(f"must be a number, a word, true, false or null, got {show(value)}")
-    return value
+Word = Annotated[str, StringConstraints(pattern=r"^[^(),=+\s]+$")]
+"""A text without the syntax of policy strings."""
 
 
 class PolicyMapping(RecipeSection):
     """A policy or a modifier by name; every further key is one of its parameters."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, Annotated[Any, AfterValidator(_parameter)]]
+    __pydantic_extra__: dict[str, bool | int | FiniteFloat | Word | None]
 
-    name: Annotated[str, BeforeValidator(_name)]
+    name: Word
 
     def __str__(self) -> str:
         """Return the policy string."""
-        given = [f"{key}={_spell(value)}" for key, value in self.parameters.items()]
+        given = [f"{key}={_spell(value)}" for key, value in self.__pydantic_extra__.items()]
         return self.name + (f"({','.join(given)})" if given else "")
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters that are given."""
-        return dict(self.__pydantic_extra__)
 
 
 def _spell(value: Any) -> str:
@@ -177,7 +130,8 @@ def _spell(value: Any) -> str:
 
 
 PolicyChoice = Annotated[
-    Annotated[str, BeforeValidator(_policy), Tag(SHORT)] | Annotated[PolicyMapping, Tag(MAPPING)],
+    Annotated[str, StringConstraints(strip_whitespace=True, min_length=1), Tag(SHORT)]
+    | Annotated[PolicyMapping, Tag(MAPPING)],
     BY_SHAPE,
 ]
 
@@ -188,14 +142,6 @@ class _Named:
 
 class ModelChoice(RecipeSection, ModelFields, _Named):  # type: ignore[misc]
     """Which model runs, and how; the bundled reference model if there is no `id`."""
-
-    refused_keys: ClassVar[dict[str, str]] = {
-        "trust_remote_code": "no file can allow this; pass the flag --trust-remote-code",
-        **{
-            name: f"unknown key `{name}`; did you mean `id`?"
-            for name in ("name", "model", "path", "folder", "repo")
-        },
-    }
 
 
 class Generation(RecipeSection):
@@ -219,22 +165,8 @@ class TaskEntry(RecipeSection):
         return dict(self.__pydantic_extra__ or {})
 
 
-def _named(value: Any) -> Any:
-    return {"task": value} if isinstance(value, str) else value
-
-
-TASK_SETTINGS = (
-    *("batch", "chunk", "compile", "data", "depths", "digits", "example", "golden"),
-    *("haystack", "instruction", "lengths", "longest", "max_new_tokens", "memory", "mode"),
-    *("needles", "new_tokens", "preset", "prompt", "prompts", "questions", "reference"),
-    *("samples", "shots", "skip", "temperature", "thinking", "turns"),
-)
-
-
 class _Measured:
-    tasks: Annotated[
-        list[Annotated[TaskEntry, BeforeValidator(_named)]], Field(max_length=MOST), Listed
-    ] = Field(default_factory=list)
+    tasks: Annotated[list[TaskEntry], Field(max_length=MOST), Listed] = Field(default_factory=list)
     baseline: bool = True
     limit: PositiveInt | None = None
     compare: Annotated[list[Name], Field(max_length=MOST), Listed] = Field(default_factory=list)
@@ -246,10 +178,6 @@ class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     `within` is the bound of the verdict, in percent of the full cache's score, and `compare` names
     pairs of policies to compare (`mine,h2o`).
     """
-
-    refused_keys: ClassVar[dict[str, str]] = {
-        name: f"unknown key `{name}`; did you mean `eval.tasks.N.{name}`?" for name in TASK_SETTINGS
-    }
 
     max_length: Tokens | None = None
     within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
@@ -268,9 +196,7 @@ class Gate(RecipeSection):
 
     @model_validator(mode="after")
     def _one(self) -> Gate:
-        if (self.min is None) == (self.max_drop is None):
-            got = "none" if self.min is None else "both"
-            raise ValueError(f"a gate has either `min` or `max_drop`, got {got}")
+        _check_one(self, ("min", "max_drop"))
         return self
 
 
@@ -319,10 +245,6 @@ def _spelled(value: Any, validate: Any) -> str:
     return str(validate(value))
 
 
-def _identified(value: Any) -> Any:
-    return {"id": value} if isinstance(value, str) else value
-
-
 class Recipe(Document):
     """A run. What is left out has the default of the command."""
 
@@ -330,7 +252,7 @@ class Recipe(Document):
 
     kind: Literal["recipe"] = "recipe"
     name: Name | None = None
-    model: Annotated[ModelChoice, BeforeValidator(_identified)] = Field(default_factory=ModelChoice)
+    model: ModelChoice = Field(default_factory=ModelChoice)
     policy: Annotated[list[PolicyChoice], Field(min_length=1, max_length=MOST), Listed] | None = (
         None
     )
@@ -361,7 +283,12 @@ class Recipe(Document):
 
     def budgets(self) -> list[Budget]:
         """Return the budgets; empty without, and with a plan."""
-        return budgets_of(self.budget)
+        sizes: Sequence[int | str]
+        if isinstance(self.budget, BudgetMapping):
+            sizes = self.budget.tokens or self.budget.ratio or self.budget.bytes or []
+        else:
+            sizes = self.budget or []
+        return [Budget.parse(size) for size in sizes]
 
     @property
     def plan(self) -> str | dict[str, Any] | None:

@@ -24,33 +24,27 @@ from kvtool.sizes import parse_count
 class Flags:
     """Settings beside a recipe, weakest first: each flag as typed, and its value as a recipe's.
 
-    Attributes:
-        values: lie over the recipe.
-        defaults: those of the environment, over which the recipe lies.
+    The recipe overrides `defaults`, which are of the environment, and `values` override the recipe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Sequence[str] = ()) -> None:
+        self._environment = {f"--{name.replace('_', '-')}" for name in environment}
         self.values: list[tuple[str, dict[str, Any]]] = []
         self.defaults: list[tuple[str, dict[str, Any]]] = []
 
-    def set(self, flag: str, value: Any, *keys: str, weak: bool = False) -> None:
-        """Set a value, unless it is None or an empty list.
-
-        Args:
-            flag: as typed, for errors.
-            keys: the way to it in a recipe.
-            weak: whether the environment gave it.
-        """
+    def set(self, flag: str, value: Any, *keys: str) -> None:
+        """Set the value of a flag as typed at `keys`, unless it is None or an empty list."""
         if value is None or value == []:
             return
         for key in reversed(keys):
             value = {key: value}
+        weak = flag.split()[0] in self._environment
         (self.defaults if weak else self.values).append((flag, value))
 
 
 def flags_of(settings: Any) -> Flags:
     """Return what settings set in a recipe: every field whose flag has a place there."""
-    flags, environment = Flags(), getattr(settings, "environment", ())
+    flags = Flags(getattr(settings, "environment", ()))
     for each in settings_of(type(settings)):
         key, value = each.flag.key, getattr(settings, each.name)
         if key is None or value is None:
@@ -63,8 +57,7 @@ def flags_of(settings: Any) -> Flags:
             value = parse_count(value)
         if not isinstance(value, (str, bool, int, float, list)):
             value = str(value)
-        typed = f"--{each.flag.name.replace('_', '-')} {value}"
-        flags.set(typed, value, *key.split("."), weak=each.flag.name in environment)
+        flags.set(f"--{each.flag.name.replace('_', '-')} {value}", value, *key.split("."))
     return flags
 
 
@@ -158,8 +151,7 @@ def read_recipe(
     Args:
         source: a document of kind `recipe`.
         flags: what flags set, weakest first: the flag as typed, and values nested as in a recipe.
-        sets: `--set` flags, stronger than the others.
-        unsets: `--unset` flags.
+        sets, unsets: `--set` and `--unset` flags, stronger than the others.
         defaults: as `flags`, weaker than the document.
 
     Raises:
@@ -187,13 +179,7 @@ def _check_beside_plan(flags: Flags, plan: str) -> None:
 
 
 def _check_code(source: Source, check_named: CheckNamed) -> None:
-    """Refuse code that a file names: scores of one's own, tasks of one's own.
-
-    What a flag or a Python call says has no place in a text, and may name code.
-
-    Raises:
-        UsageError: the first such name.
-    """
+    """Refuse code that a file names; what a flag or a Python call says has no place in a text."""
     for key in ("policy", "modifiers"):
         for node in _items(source.node.child(key)):
             named = node.child("name") or node
@@ -229,11 +215,7 @@ def _values_of_plan(plan: PlanDocument) -> dict[str, Any]:
 
 
 def _plan_of(recipe: Recipe, source: Source, piped: PlanDocument | None) -> PlanDocument | None:
-    """Return the plan that a recipe holds, or names relative to its own file.
-
-    Args:
-        piped: a plan that has been read already, which flags may have changed since.
-    """
+    """Return the plan that a recipe holds, or names relative to its own file; `piped` if it is."""
     if recipe.plan is None:
         return None
     if piped is not None and recipe.plan == piped.to_data():
@@ -250,51 +232,32 @@ Policy = TypeVar("Policy")
 
 
 def parse_policies(recipe: Recipe, source: Source, parse: Callable[[str], Policy]) -> list[Policy]:
-    """Parse every policy with its modifiers.
-
-    Args:
-        parse: reads a policy string, `UsageError` if it cannot.
+    """Parse every policy with its modifiers; `parse` raises `UsageError` where it cannot.
 
     Raises:
-        DocumentError: every policy or modifier that cannot be read, at its place.
+        DocumentError: every policy that cannot be read, at its place or that of the modifiers.
     """
     parsed: list[Policy] = []
     problems: dict[str, Problem] = {}
-    for i, text in enumerate(recipe.policies()):
+    listed = isinstance(getattr(source.node.child("policy"), "value", None), list)
+    for i, whole in enumerate(recipe.policies()):
         try:
-            parsed.append(parse(text))
+            parsed.append(parse(whole))
+            continue
         except UsageError as error:
-            problem = _blamed(recipe, source, i, parse) or source.problem(
-                ("modifiers",), str(error)
-            )
-            problems[str(problem)] = problem
+            problem = source.problem(("modifiers",), str(error))
+        try:
+            parse(str((recipe.policy or [])[i]))
+        except UsageError as error:
+            problem = source.problem(("policy", i) if listed else ("policy",), str(error))
+        problems[str(problem)] = problem
     if problems:
         raise DocumentError(list(problems.values()))
     return parsed
 
 
-def _blamed(recipe: Recipe, source: Source, i: int, parse: Callable[[str], Any]) -> Problem | None:
-    """Return why a policy cannot be read alone, or else with one of its modifiers."""
-    choice = (recipe.policy or [])[i]
-    tried = [("policy", i, f"{choice}")]
-    tried += [("modifiers", j, f"{choice}+{each}") for j, each in enumerate(recipe.modifiers)]
-    for key, at, text in tried:
-        try:
-            parse(text)
-        except UsageError as error:
-            node = source.node.child(key)
-            listed = node is not None and isinstance(node.value, list)
-            return source.problem((key, at) if listed else (key,), str(error))
-    return None
-
-
 def gather(*reads: Callable[[], Any]) -> list[Any]:
-    """Return what each of several readings of a document gives.
-
-    Raises:
-        DocumentError: the mistakes of all of them.
-        UsageError: the first that has no place in the document.
-    """
+    """Return what each of several readings gives, or raise the mistakes of all of them at once."""
     values, problems, mistake = [], [], None
     for read in reads:
         try:
@@ -313,15 +276,7 @@ def gather(*reads: Callable[[], Any]) -> list[Any]:
 
 
 def document_of(given: Any, what: str) -> Source | PlanDocument:
-    """Return a document that a Python call is given; a plan that is validated stays one.
-
-    Args:
-        given: a document, its data or its file.
-        what: is wanted, as an error begins.
-
-    Raises:
-        UsageError, DocumentError: a file that cannot be read; neither document, data nor file.
-    """
+    """Return what a Python call is given: a document (a plan stays one), its data or its file."""
     if isinstance(given, PlanDocument):
         return given
     return source_of(given.to_data() if isinstance(given, Recipe) else given, what)

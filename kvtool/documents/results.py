@@ -355,13 +355,16 @@ class SamplesDocument(Document):
     tasks: list[TaskSamples]
 
 
-_LATER = ("allocated_bytes", "kept_per_layer", "evicted", "host_bytes")
+_BYTES = (
+    *("kept_tokens", "kv_bytes", "state_bytes", "full_bytes", "peak_kv_bytes"),
+    *("traffic_pairs", "traffic_bytes"),
+)
 
 
 class SampleCost(BaseModel):
     """What one sample cost; bytes are there if it has filled a cache.
 
-    Samples of earlier versions lack what is in `_LATER`.
+    Earlier versions recorded none of the last four.
     """
 
     model_config = ConfigDict(strict=True)
@@ -386,15 +389,9 @@ class SampleCost(BaseModel):
 
     @model_validator(mode="after")
     def _all_bytes_or_none(self) -> SampleCost:
-        fields = type(self).model_fields.items()
-        optional = [
-            name for name, field in fields if not field.is_required() and name not in _LATER
-        ]
-        present = [name for name in optional if name in self.model_fields_set]
-        if present and len(present) < len(optional):
-            raise ValueError(f"has {present[0]}, and not all of {', '.join(optional)}")
-        if any(getattr(self, name) is None for name in present):
-            raise ValueError("has bytes that are null")
+        missing = [name for name in _BYTES if getattr(self, name) is None]
+        if missing and len(missing) < len(_BYTES):
+            raise ValueError(f"has no {missing[0]}, and not all of {', '.join(_BYTES)} are missing")
         return self
 
 

@@ -1,14 +1,13 @@
 """Settings declared once: a field, the flag that sets it, and its place in a recipe.
 
-A field of a command's settings is annotated with its `Flag`. The sections of a recipe that flags
+A field of a command's settings is declared by `flag`. The sections of a recipe that flags
 set are declared here too: schemas inherit them, and `as_flags` turns them into options.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, make_dataclass, replace
+from dataclasses import KW_ONLY, MISSING, asdict, dataclass, field, fields, make_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -33,18 +32,19 @@ class Flag:
     """
 
     names: str = ""
-    metavar: str | None = field(default=None, kw_only=True)
-    help: str = field(default="", kw_only=True)
-    min: float | None = field(default=None, kw_only=True)
-    max: float | None = field(default=None, kw_only=True)
-    key: str | None = field(default=None, kw_only=True)
-    sets: Any = field(default=None, kw_only=True)
-    python: str | None = field(default="", kw_only=True)
-    typed: Any = field(default=None, kw_only=True)
-    env: str | None = field(default=None, kw_only=True)
-    after: str | None = field(default=None, kw_only=True)
-    counts: bool = field(default=True, kw_only=True)
-    later: bool = field(default=False, kw_only=True)
+    _: KW_ONLY
+    metavar: str | None = None
+    help: str = ""
+    min: float | None = None
+    max: float | None = None
+    key: str | None = None
+    sets: Any = None
+    python: str | None = ""
+    typed: Any = None
+    env: str | None = None
+    after: str | None = None
+    counts: bool = True
+    later: bool = False
 
     @property
     def name(self) -> str:
@@ -55,6 +55,20 @@ class Flag:
     def is_switch(self) -> bool:
         """Whether the option takes no value and has no opposite."""
         return self.sets is not None
+
+
+def flag(usage: str, help: str, *, default: Any = None, **more: Any) -> Any:
+    """Declare the field of a setting with its flag.
+
+    Args:
+        usage: the option as a help shows it (`--budget -b=SIZE`), or the argument (`FOLDER`).
+        more: further attributes of `Flag`.
+    """
+    names, _, metavar = usage.partition("=") if usage.startswith("-") else ("", "", usage)
+    metadata = {"flag": Flag(names, metavar=metavar or None, help=help, **more)}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -82,43 +96,23 @@ class Setting:
 
 def settings_of(kind: type) -> Iterator[Setting]:
     """Yield the settings of a dataclass in the order of its fields, its bases' first."""
-    hints = get_type_hints(kind, include_extras=True)
+    types = get_type_hints(kind)
     for each in fields(kind):
-        more = getattr(hints[each.name], "__metadata__", ())
-        flag = next((item for item in more if isinstance(item, Flag)), None)
-        if flag is not None:
+        if "flag" in each.metadata:
             factory = each.default_factory
             default = each.default if factory is MISSING else factory()
-            yield Setting(each.name, flag, _without_extras(hints[each.name]), default)
-
-
-def _without_extras(hint: Any) -> Any:
-    """Return a type without what it is annotated with."""
-    if get_origin(hint) is Annotated:
-        return _without_extras(get_args(hint)[0])
-    if get_origin(hint) in (Union, UnionType):
-        return Union[tuple(_without_extras(each) for each in get_args(hint))]  # noqa: UP007
-    return hint
+            yield Setting(each.name, each.metadata["flag"], types[each.name], default)
 
 
 def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> type:
-    """Return the options that set a section of a recipe; an option that is None sets nothing.
-
-    Args:
-        leave_out: fields that have no option here.
-        under: the section's key in a recipe.
-    """
+    """Return the options that set the section of a recipe at `under`; None sets nothing."""
     made: list[Any] = []
     for each in settings_of(section):
         if each.name in leave_out:
             continue
-        flag = replace(each.flag, key=f"{under}.{each.name}")
-        name = flag.name
-        if flag.is_switch:
-            made.append((name, Annotated[bool, flag], field(default=False)))
-        else:
-            made.append((name, Annotated[each.typed | None, flag], field(default=None)))
-    module = inspect.getmodule(section)
+        own = replace(each.flag, key=f"{under}.{each.name}")
+        kind, default = (bool, False) if own.is_switch else (each.typed | None, None)
+        made.append((own.name, kind, field(default=default, metadata={"flag": own})))
     return make_dataclass(
         f"{section.__name__}Flags",
         made,
@@ -127,7 +121,7 @@ def as_flags(section: type, leave_out: Sequence[str] = (), *, under: str) -> typ
         eq=False,
         frozen=True,
         kw_only=True,
-        namespace={"__module__": module.__name__ if module else __name__},
+        namespace={"__module__": section.__module__},
     )
 
 
@@ -148,56 +142,36 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 class ModelFields:
     """How a model runs: the keys of a recipe's `model` beside its `id`."""
 
-    revision: Annotated[
-        Name | None,
-        Flag("--revision", metavar="REV", help="Branch, tag or commit of a model on the hub."),
-    ] = None
-    dtype: Annotated[
-        Dtype,
-        Flag(
-            "--dtype",
-            help="auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
-            env="KVTOOL_DTYPE",
-        ),
-    ] = "auto"
-    device: Annotated[
-        Name,
-        Flag(
-            "--device",
-            metavar="auto|cpu|cuda[:i]|..",
-            help="Where the model runs; other devices of torch (mps, xpu ..) are untested.  "
-            "[default: auto]",
-            env="KVTOOL_DEVICE",
-        ),
-    ] = "auto"
-    device_map: Annotated[
-        Name | None,
-        Flag(
-            "--device-map",
-            metavar="MAP",
-            help="Spread layers over devices, as in transformers (auto ..).",
-        ),
-    ] = None
-    tensor_parallel: Annotated[
-        bool,
-        Flag(
-            "--tensor-parallel",
-            help="Split every layer over the processes that torchrun started.",
-            after="allocator",
-        ),
-    ] = False
-    attn_implementation: Annotated[
-        Literal["auto", "eager", "sdpa", "flash_attention_2"],
-        Flag("--attn-implementation", help="Attention kernel.  [default: auto]"),
-    ] = "auto"
-    quantize: Annotated[
-        Literal["8bit", "4bit"] | None,
-        Flag(
-            "--quantize --weights",
-            help="Store the weights of linear layers in fewer bits, with bitsandbytes.",
-            later=True,
-        ),
-    ] = None
+    revision: Name | None = flag("--revision=REV", "Branch, tag or commit of a model on the hub.")
+    dtype: Dtype = flag(
+        "--dtype",
+        "auto: the checkpoint's on a GPU, float32 on a CPU.  [default: auto]",
+        env="KVTOOL_DTYPE",
+        default="auto",
+    )
+    device: Name = flag(
+        "--device=auto|cpu|cuda[:i]|..",
+        "Where the model runs; other devices of torch (mps, xpu ..) are untested.  [default: auto]",
+        env="KVTOOL_DEVICE",
+        default="auto",
+    )
+    device_map: Name | None = flag(
+        "--device-map=MAP", "Spread layers over devices, as in transformers (auto ..)."
+    )
+    tensor_parallel: bool = flag(
+        "--tensor-parallel",
+        "Split every layer over the processes that torchrun started.",
+        after="allocator",
+        default=False,
+    )
+    attn_implementation: Literal["auto", "eager", "sdpa", "flash_attention_2"] = flag(
+        "--attn-implementation", "Attention kernel.  [default: auto]", default="auto"
+    )
+    quantize: Literal["8bit", "4bit"] | None = flag(
+        "--quantize --weights",
+        "Store the weights of linear layers in fewer bits, with bitsandbytes.",
+        later=True,
+    )
 
 
 MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
@@ -208,64 +182,44 @@ MODEL_SETTINGS = tuple(each.name for each in fields(ModelFields))
 class Asking:
     """How prompts are put: what a recipe's `eval` and the protocol of a run share.
 
-    Attributes:
-        query_aware: whether the question is in the prompt that is compressed; None leaves it to
-            the task.
-        keep_question: whether a question that comes after the context has been compressed is kept
-            whole, beside the budget; else it is compressed with what is left.
-        shared_prefill: whether a sample's prompt is read once for all variants that can share it.
-        answers: `decoded`, or `scored`: how likely the right answer is, in place of an answer.
-        max_length: tokens of a prompt, above which it is cut; None: what the model was trained for.
+    `query_aware: None` leaves it to the task, `max_length: None` is what the model was trained for.
     """
 
-    query_aware: Annotated[
-        bool | None,
-        Flag(
-            "--query-agnostic",
-            sets=False,
-            help="Compress the context before the question is known.",
-        ),
-    ] = None
-    keep_question: Annotated[
-        bool,
-        Flag(
-            "--keep-question",
-            sets=True,
-            help="With it, keep the question whole beside the budget.",
-            later=True,
-        ),
-    ] = False
-    shared_prefill: Annotated[
-        bool,
-        Flag(
-            "--shared-prefill",
-            sets=True,
-            help="Read each prompt once for all variants that can share the run; its seconds are "
-            "then those of all together.",
-            after="prefill",
-            later=True,
-        ),
-    ] = False
-    answers: Annotated[
-        Literal["decoded", "scored"],
-        Flag(
-            "--answers",
-            help="scored: feed the right answer, mostly in one run, in place of decoding one; adds "
-            "its NLL.  [default: decoded]",
-            later=True,
-        ),
-    ] = "decoded"
-    chat_template: Annotated[
-        Template, Flag("--chat-template", help="Put prompts into the model's chat template.")
-    ] = "auto"
-    max_length: Annotated[
-        int | None,
-        Flag("--max-length", metavar="N", typed=str | None, help="Cut longer prompts to N tokens."),
-    ] = None
-    truncate: Annotated[
-        Literal["middle", "left", "error"],
-        Flag("--truncate", help="Where long prompts are cut.  [default: middle]"),
-    ] = "middle"
+    query_aware: bool | None = flag(
+        "--query-agnostic", "Compress the context before the question is known.", sets=False
+    )
+    keep_question: bool = flag(
+        "--keep-question",
+        "With it, keep the question whole beside the budget.",
+        sets=True,
+        later=True,
+        default=False,
+    )
+    shared_prefill: bool = flag(
+        "--shared-prefill",
+        "Read each prompt once for all variants that can share the run; its seconds are "
+        "then those of all together.",
+        sets=True,
+        after="prefill",
+        later=True,
+        default=False,
+    )
+    answers: Literal["decoded", "scored"] = flag(
+        "--answers",
+        "scored: feed the right answer, mostly in one run, in place of decoding one; adds "
+        "its NLL.  [default: decoded]",
+        later=True,
+        default="decoded",
+    )
+    chat_template: Template = flag(
+        "--chat-template", "Put prompts into the model's chat template.", default="auto"
+    )
+    max_length: int | None = flag(
+        "--max-length=N", "Cut longer prompts to N tokens.", typed=str | None
+    )
+    truncate: Literal["middle", "left", "error"] = flag(
+        "--truncate", "Where long prompts are cut.  [default: middle]", default="middle"
+    )
 
     @property
     def template(self) -> Template:
@@ -273,11 +227,7 @@ class Asking:
         return self.chat_template
 
     def check_question(self) -> None:
-        """Refuse to keep a question that is read with its context.
-
-        Raises:
-            UsageError: that is asked for.
-        """
+        """Refuse to keep a question that is read with its context: `UsageError`."""
         if self.keep_question and self.query_aware is not False:
             raise UsageError(
                 "--keep-question keeps a question that comes after the context was compressed",
@@ -303,14 +253,13 @@ class Protocol(Asking):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that distinguish measurements, and later ones only if set."""
-        plain = {each.name: each.default for each in settings_of(type(self)) if each.flag.later}
-        given = asdict(self)
+        plain, given = _later(type(self)), asdict(self)
         return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
 
 
-def _later(kind: type) -> list[str]:
-    """Return the settings that files of earlier versions lack."""
-    return [each.name for each in settings_of(kind) if each.flag.later]
+def _later(kind: type) -> dict[str, Any]:
+    """Return the defaults of settings that files of earlier versions lack."""
+    return {each.name: each.default for each in settings_of(kind) if each.flag.later}
 
 
 def as_entry(kind: type) -> type:
@@ -320,6 +269,5 @@ def as_entry(kind: type) -> type:
     """
     later, hints = _later(kind), get_type_hints(kind, include_extras=True)
     names = sorted((each.name for each in fields(kind)), key=lambda name: name in later)
-    defaults = {each.name: each.default for each in fields(kind) if each.name in later}
     annotations = {name: hints[name] for name in names}
-    return type(f"{kind.__name__}Fields", (), {"__annotations__": annotations, **defaults})
+    return type(f"{kind.__name__}Fields", (), {"__annotations__": annotations, **later})

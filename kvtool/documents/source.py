@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -41,13 +42,7 @@ _BOUNDS = (
 def find_problems(
     error: ValidationError, model: type[BaseModel], node: Node, at: Keys
 ) -> list[Problem]:
-    """Turn what pydantic found into problems, in the order of the document.
-
-    Args:
-        model: what the value was validated with.
-        node: the value.
-        at: the way to it.
-    """
+    """Turn what pydantic found in the value at `at` into problems, in the document's order."""
     found: dict[tuple[Keys, bool], list[ErrorDetails]] = {}
     for details in error.errors(include_url=False):
         keys = _keys(details, node)
@@ -100,7 +95,7 @@ def _keys(details: ErrorDetails, node: Node) -> Keys:
     return tuple(keys)
 
 
-def _mark(node: Node, keys: Keys, *, key: bool) -> Mark:
+def _mark(node: Node, keys: Keys, *, key: bool = False) -> Mark:
     """Return the mark of the last node on the way: of its key if asked for and there is one."""
     for part in keys:
         child = node.child(part)
@@ -140,7 +135,7 @@ def _sentence(details: ErrorDetails) -> str:
     if isinstance(cause, ValueError):
         return str(cause)
     message = details["msg"].replace("'", "`").replace("Input should", "must").rstrip(".")
-    return message[:1].lower() + message[1:]
+    return f"{message[:1].lower()}{message[1:]}, got {show(details['input'])}"
 
 
 def show(value: Any) -> str:
@@ -151,21 +146,18 @@ def show(value: Any) -> str:
         return "a list"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, int) and value.bit_length() > 1000:
-        return "a number of hundreds of digits"
     text = str(value)
     return f"`{text if len(text) <= 40 else text[:37] + '...'}`"
 
 
 def _unknown(model: type[BaseModel], keys: Keys, *, suggest: bool) -> str:
-    key, models = str(keys[-1]), list(_models(model, keys[:-1]))
-    for cls in models:
-        reason = getattr(cls, "refused_keys", {}).get(key)
-        if reason:
-            return reason
-    names = [name for cls in models for name in cls.model_fields]
-    hint = did_you_mean(key, names) if suggest else None
-    return f"unknown key {quote(key)}" + (f"; {hint}" if hint else "")
+    key = str(keys[-1])
+    names = [name for cls in _models(model, keys[:-1]) for name in cls.model_fields]
+    if not suggest:
+        return f"unknown key {quote(key)}"
+    near = get_close_matches(key[:_WAY], names, n=1)
+    hint = f"did you mean `{near[0]}`?" if near else f"keys here: {', '.join(names)}"
+    return f"unknown key {quote(key)}; {hint}"
 
 
 def _models(annotation: Any, keys: Keys) -> Iterator[type[BaseModel]]:
@@ -205,12 +197,7 @@ class Source:
 
     @classmethod
     def parse(cls, text: str, name: str, path: Path | None = None) -> Source:
-        """Read JSON if the text begins with `{` or `[`, else YAML.
-
-        Raises:
-            DocumentError: a syntax error, or something that is refused, with its position.
-            UsageError: the text is empty.
-        """
+        """Read JSON if the text begins with `{` or `[`, else YAML; an empty text is refused."""
         read = parse_json if text.lstrip()[:1] in ("{", "[") else parse_yaml
         node = read(text, name)
         if node.value is None:
@@ -218,10 +205,10 @@ class Source:
         return cls(name, node, path)
 
     @classmethod
-    def empty(cls, kind: str = "recipe") -> Source:
-        """Return a document without settings, for a command line that names no file."""
+    def empty(cls) -> Source:
+        """Return a recipe without settings, for a command line that names no file."""
         name = "command line"
-        return cls(name, Node.of({"kind": kind, "schema_version": SCHEMA_VERSION}, Mark(name)))
+        return cls(name, Node.of({"kind": "recipe", "schema_version": SCHEMA_VERSION}, Mark(name)))
 
     @property
     def data(self) -> Any:
@@ -241,9 +228,9 @@ class Source:
             node = node.child(key) if node else None
         return node
 
-    def problem(self, keys: Keys, message: str, *, at_key: bool = False) -> Problem:
-        """Return a problem at a value, or at its key; what is missing is reported at its parent."""
-        return Problem(_mark(self.node, keys, key=at_key), keys, message)
+    def problem(self, keys: Keys, message: str) -> Problem:
+        """Return a problem at a value; what is missing is reported at its parent."""
+        return Problem(_mark(self.node, keys), keys, message)
 
     def validate(
         self,
@@ -267,40 +254,23 @@ class Source:
             raise DocumentError([self.problem(at, "is required")])
         if isinstance(node.value, dict):
             kept = {key: child for key, child in node.value.items() if key not in without}
-            node = replace(node, value=kept | _from_flags(given or {}))
+            for key, value in (given or {}).items():
+                flag = Mark(f"--{key.replace('_', '-')} {value}")
+                kept[key] = replace(Node.of(value, flag), key=flag)
+            node = replace(node, value=kept)
         try:
             return model.model_validate(node.data)
         except ValidationError as error:
             raise DocumentError(find_problems(error, model, node, at)) from None
 
     def take(self, model: type[Model], *, command: str) -> Model:
-        """Return the whole document as a model, whose kind it must have.
-
-        Raises:
-            DocumentError: another kind or version; every mistake, each with its place.
-        """
+        """Return the whole document as a model, whose kind it must have."""
         check_kind(self, takes=(model.model_fields["kind"].default,), command=command)
         return self.validate(model)
 
 
-def _from_flags(given: Mapping[str, Any]) -> dict[str, Node]:
-    nodes = {}
-    for key, value in given.items():
-        flag = Mark(f"--{key.replace('_', '-')} {value}")
-        nodes[key] = replace(Node.of(value, flag), key=flag)
-    return nodes
-
-
 def read_source(path: str, *, option: str) -> Source:
-    """Read a document from a file, `-` for stdin.
-
-    Args:
-        option: what the path was given for, in errors.
-
-    Raises:
-        UsageError: stdin is a terminal; else as `read_file`.
-        DocumentError: a syntax error, or something that is refused, with its position.
-    """
+    """Read a document as `read_file` does, `-` from stdin; a terminal is refused."""
     if path != "-":
         return read_file(expand(path), option=option)
     if sys.stdin is None or sys.stdin.isatty():
@@ -315,6 +285,7 @@ def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
     """Read a document from a file.
 
     Args:
+        option: what the path was given for, in errors.
         kind: that another document says the file is; one that does not say so itself shows none of
             its lines.
 
@@ -322,7 +293,7 @@ def read_file(path: Path, *, option: str, kind: str | None = None) -> Source:
         UsageError: missing, unreadable, no regular file, empty, too large, not UTF-8.
         DocumentError: a syntax error, or something that is refused, with its position.
     """
-    text = read_utf8(path, f"{option}:", most=_LARGEST, kind="document")[1]
+    text = read_utf8(path, option, most=_LARGEST, kind="document")[1]
     if kind is not None and not re.search(rf"""\bkind["']?\s*:\s*["']?{kind}\b""", text):
         text = Hidden(text)
     return Source.parse(text, str(path), path)
@@ -338,14 +309,7 @@ def is_document(path: str | Path) -> bool:
 
 
 def source_of(given: Any, what: str) -> Source:
-    """Return a document that a Python call is given by its data or its file.
-
-    Args:
-        what: is wanted, as an error begins.
-
-    Raises:
-        UsageError, DocumentError: a file that cannot be read; neither data nor file.
-    """
+    """Return a document that is given by its data or its file; `what` begins an error."""
     if isinstance(given, Mapping):
         name = f"the {given.get('kind', 'recipe')}"
         return Source(name, Node.of(dict(given), Mark(name)))
@@ -355,47 +319,31 @@ def source_of(given: Any, what: str) -> Source:
 
 
 def read_as(given: Any, model: type[Model], what: str, *, command: str) -> Model:
-    """Return a document that is given as such, by its data or by its file.
-
-    Raises:
-        UsageError, DocumentError: as `source_of` and `Source.take`.
-    """
+    """Return a document that is given as such, by its data or by its file."""
     if isinstance(given, model):
         return given
     return source_of(given, what).take(model, command=command)
 
 
 def check_kind(source: Source, *, takes: Sequence[str], command: str) -> None:
-    """Refuse a document that a command does not take.
-
-    Args:
-        takes: the kinds it takes.
-        command: as typed, such as `kvtool eval`.
-
-    Raises:
-        DocumentError: not a mapping, another kind or none, made by a newer kvtool.
-    """
+    """Refuse a document of a kind that a command (`kvtool eval`) does not take, or of none."""
     wanted = f"{command} takes kind {' or '.join(f'`{kind}`' for kind in takes)}"
+    kind, got, hint = source.kind, show(source.kind), None
+    if kind in takes:
+        return check_version(source)
     if not isinstance(source.node.value, dict):
-        raise DocumentError([source.problem((), f"{wanted}, got {show(source.data)}")])
-    if source.node.child("kind") is None:
-        problem = source.problem((), f"`kind` is missing; {wanted}")
-        raise DocumentError([problem], hint=f"add the line `kind: {takes[0]}`")
-    if source.kind not in takes:
-        hint = did_you_mean(str(source.kind), takes)
-        if source.kind == "profile" and "plan" in takes:
-            hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
-        problem = source.problem(("kind",), f"{wanted}, got {show(source.kind)}")
-        raise DocumentError([problem], hint=hint)
-    check_version(source)
+        got = show(source.data)
+    elif kind is None:
+        got, hint = "none", f"add the line `kind: {takes[0]}`"
+    elif kind == "profile" and "plan" in takes:
+        hint = f"kvtool plan-budget {'-' if source.name == '<stdin>' else source.name}"
+    else:
+        hint = did_you_mean(str(kind), takes)
+    raise DocumentError([source.problem(("kind",), f"{wanted}, got {got}")], hint=hint)
 
 
 def check_version(source: Source) -> None:
-    """Refuse a document of a schema that this kvtool does not know.
-
-    Raises:
-        DocumentError: `schema_version` is not 1.
-    """
+    """Refuse a document of a schema that this kvtool does not know."""
     node = source.node.child("schema_version")
     version = node.data if node else SCHEMA_VERSION
     if type(version) is not int or version != SCHEMA_VERSION:

@@ -33,34 +33,32 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
     text = printable(text)
-    style = None if isinstance(_read(text), str) else "'"
+    style = None if _is_text(text) else "'"
     if not text.replace("\n", "").isprintable():
         style = '"'  # the only one that escapes
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-def _read(text: str) -> Any:
+def _is_text(text: str) -> bool:
     try:
-        return read_plain(text)
+        return isinstance(read_plain(text), str)
     except ValueError:
-        return None
+        return False
 
 
 def _represent_list(dumper: _Dumper, items: list[Any]) -> yaml.SequenceNode:
-    numbers = any(_is_number(item) for item in items)
-    flow = numbers and all(item is None or _is_number(item) for item in items)
+    given = [item for item in items if item is not None]
+    flow = bool(given) and all(type(item) in (int, float) for item in given)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flow)
-
-
-def _is_number(item: Any) -> bool:
-    return isinstance(item, (int, float)) and not isinstance(item, bool)
 
 
 _Dumper.add_representer(str, _represent_text)
 _Dumper.add_representer(list, _represent_list)
 
 
-def dump_yaml(data: Any, units: Mapping[tuple[str, ...], str] | None = None) -> str:
+def dump_yaml(
+    data: Any, units: Mapping[tuple[str, ...], str] | None = None, width: int = WIDTH
+) -> str:
     """Write dictionaries, lists and scalars as YAML, in their order; lists of numbers in lines.
 
     >>> print(dump_yaml({"stop": ["1e-5", "on"], "seed": 0, "tokens": [205, None]}), end="")
@@ -73,10 +71,6 @@ def dump_yaml(data: Any, units: Mapping[tuple[str, ...], str] | None = None) -> 
     Args:
         units: comments by the keys that lead to a value.
     """
-    return _dump(data, units or {}, WIDTH)
-
-
-def _dump(data: Any, units: Mapping[tuple[str, ...], str], width: int) -> str:
     if not units:
         return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=width)
     parts = []
@@ -84,10 +78,10 @@ def _dump(data: Any, units: Mapping[tuple[str, ...], str], width: int) -> str:
         below = {keys[1:]: unit for keys, unit in units.items() if keys[0] == key}
         unit = below.pop((), None)
         if below and value:
-            inner = _dump(value, below, width - len(_STEP))
+            inner = dump_yaml(value, below, width - len(_STEP))
             parts.append(f"{key}:\n{indent(inner, _STEP)}")
         else:
-            text = _dump({key: value}, {}, width)
+            text = dump_yaml({key: value}, None, width)
             parts.append(text if unit is None else _remark(text, unit, width))
     return "".join(parts)
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.documents.messages import Message
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import Message, UserTurn
 from kvtool.engines.requests import Ask, Refused
 from kvtool.errors import UsageError
 from kvtool.generation.answering_thread import Held, Opened
@@ -199,11 +198,7 @@ def _parted(messages: Sequence[Message]) -> tuple[str | None, list[Message]]:
 
 
 def _pairs(messages: Sequence[Message]) -> list[tuple[Message, Message]]:
-    """Return messages before the last as pairs of user and assistant.
-
-    Raises:
-        Refused: they do not take turns.
-    """
+    """Return messages before the last as pairs of user and assistant."""
     roles = [each.role for each in messages]
     if roles != ["user", "assistant"] * (len(roles) // 2) + ["user"]:
         raise Refused("behind a text that is read already, user and assistant take turns")

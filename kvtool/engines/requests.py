@@ -144,28 +144,29 @@ def read_request(route: str, text: bytes) -> Ask:
         route: `chat`, `completion` or `response`.
 
     Raises:
-        Refused: it cannot be read, or asks for what cannot be done.
+        UsageError: it cannot be read, or asks for what cannot be done.
     """
+    given = _known(route, _json(text, "the body"))
+    if route == "response":
+        given["messages"] = _input(given)
+    given = _settings_of_transformers(given.get("generation_config")) | given
+    needed = "prompt" if route == "completion" else "messages"
+    if needed not in given:
+        raise UsageError(f"{needed} is missing")
     try:
-        body = load_json(text.decode("utf-8"))
-        if not isinstance(body, dict):
-            raise Refused(f"the body is a JSON object, got {show(body)}")
-        given = _known(route, body)
-        if route == "response":
-            given["messages"] = _input(given)
-        needed = "prompt" if route == "completion" else "messages"
-        if needed not in given:
-            raise Refused(f"{needed} is missing")
-        given = _settings_of_transformers(given.get("generation_config")) | given
         return Ask.model_validate({key: given[key] for key in Ask.model_fields if key in given})
-    except UnicodeDecodeError:
-        raise Refused("the body is not UTF-8") from None
     except ValidationError as error:
-        raise Refused(reason(error)) from None
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, UsageError):
-            raise
-        raise Refused(f"the body is not JSON: {' '.join(str(error).split())}") from None
+        raise UsageError(reason(error)) from None
+
+
+def _json(text: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        found = load_json(text.decode() if isinstance(text, bytes) else text)
+    except ValueError as error:
+        raise UsageError(f"{what} is not JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{what} is a JSON object, got {show(found)}")
+    return found
 
 
 def _known(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,12 +175,9 @@ def _known(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in body.items():
         if key in known or holds_nothing(value) or value in _ONLY.get(key, ()):
             continue
-        if key in _ONLY:
-            raise Refused(f"kvtool serve does no `{key}` of {show(value)}")
-        if key in _NEVER:
-            raise Refused(f"kvtool serve does not know `{key}`; leave it out")
-        hint = did_you_mean(key, [*known, *_ONLY])
-        raise Refused(f"unknown key `{key}`" + (f"; {hint}" if hint else ""))
+        if key in _ONLY or key in _NEVER:
+            raise UsageError(f"kvtool serve does no `{key}` of {show(value)}; leave it out")
+        raise UsageError(f"unknown key `{key}`", hint=did_you_mean(key, [*known, *_ONLY]))
     return {key: body[key] for key in known if body.get(key) is not None}
 
 
@@ -187,18 +185,16 @@ def _settings_of_transformers(given: Any) -> dict[str, Any]:
     """Return the settings that `transformers chat` sends as a text of JSON, as OpenAI names them.
 
     Raises:
-        Refused: one that changes answers otherwise.
+        UsageError: one that changes answers otherwise.
     """
     if given is None:
         return {}
-    found = load_json(given) if isinstance(given, str) else given
-    if not isinstance(found, dict):
-        raise Refused("`generation_config` is a JSON object, or a text that holds one")
+    found = given if isinstance(given, dict) else _json(str(given), "generation_config")
     found = {name: value for name, value in found.items() if not holds_nothing(value)}
     settings = {"max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p"}
     for name, value in found.items():
         if name not in (*settings, "do_sample") and not _is_idle(name, value):
-            raise Refused(f"kvtool serve does no `{name}` of {show(value)}")
+            raise UsageError(f"kvtool serve does no `{name}` of {show(value)}")
     chosen = {ours: found[name] for name, ours in settings.items() if name in found}
     heat = chosen.get("temperature", 1.0) if found.get("do_sample") is True else 0.0
     return chosen | {"temperature": heat}
@@ -218,7 +214,7 @@ def _input(given: Mapping[str, Any]) -> list[Any]:
     if isinstance(asked, str):
         asked = [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
-        raise Refused(f"input is a text or a list of messages, got {show(asked)}")
+        raise UsageError(f"input is a text or a list of messages, got {show(asked)}")
     if isinstance(asked[0], dict) and "role" not in asked[0] and "text" in asked[0]:
         asked = [{"role": "user", "content": asked}]
     said = given.get("instructions")

@@ -239,11 +239,7 @@ async def _answer(served: Served, path: str, request: Request) -> Response:
 
 
 async def _dressed(events: AsyncIterator[str], run: _Run, *, done: bool) -> AsyncIterator[str]:
-    """Add what kvtool knows to the events of an answer.
-
-    Args:
-        done: whether a line says that it is the last.
-    """
+    """Add what kvtool knows to the events of an answer."""
     try:
         async for text in events:
             parts = [run.dress_event(part) for part in text.split("\n\n") if part]

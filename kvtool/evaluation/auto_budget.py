@@ -16,18 +16,13 @@ from kvtool.evaluation.run.index import RECIPE
 from kvtool.evaluation.run.runner import Job
 from kvtool.planning.bytes import Text
 from kvtool.planning.fit import Run, choose_bytes, chosen_note
-from kvtool.planning.variants import Variant
 from kvtool.sizes import Budget
 from kvtool.watcher import Watcher
 
 
 def asks_device(comparison: Comparison) -> bool:
     """Say whether a budget is `auto`, which a device's memory gives."""
-    return any(_is_auto(variant) for variant in comparison.variants)
-
-
-def _is_auto(variant: Variant) -> bool:
-    return variant.budget is not None and variant.budget.share is not None
+    return any(each.budget and each.budget.share is not None for each in comparison.variants)
 
 
 def with_budgets(
@@ -53,12 +48,13 @@ def with_budgets(
             "-b auto counts with one cache at a time, and --shared-prefill holds several",
             hint="-b SIZE, or leave out --shared-prefill",
         )
-    asked = [budget for budget in comparison.recipe.budgets() if budget.share is not None]
-    begun = None if folder is None else _begun(comparison, folder)
-    chosen: dict[Budget, Budget] = {}
-    for budget in asked:
+    begun = {} if folder is None else _begun(comparison, folder)
+    chosen: dict[Budget | None, Budget] = {}
+    for budget in comparison.recipe.budgets():
+        if budget.share is None:
+            continue
         runs = _runs(comparison, budget, jobs, estimate, memory.device)
-        if begun is not None:
+        if budget in begun:
             chosen[budget] = begun[budget]
             watcher.note(f"budget: {begun[budget]}, as the run in {folder} has it")
         elif runs:
@@ -68,32 +64,29 @@ def with_budgets(
             raise UsageError(f"-b {budget}: the lengths of prompts are not known", hint="-b SIZE")
     sizes = [str(chosen.get(each, each)) for each in comparison.recipe.budgets()]
     variants = [
-        replace(each, budget=chosen[each.budget])
-        if each.budget is not None and each.budget in chosen
-        else each
-        for each in comparison.variants
+        replace(each, budget=chosen.get(each.budget, each.budget)) for each in comparison.variants
     ]
     recipe = comparison.recipe.model_copy(update={"budget": sizes})
     return replace(comparison, recipe=recipe, variants=variants)
 
 
-def _begun(comparison: Comparison, folder: Path) -> dict[Budget, Budget] | None:
+def _begun(comparison: Comparison, folder: Path) -> dict[Budget, Budget]:
     """Return the bytes of a run that was begun, by the budgets that they stand for.
 
-    None where the folder holds no run, or one with other budgets.
+    Empty where the folder holds no run, or one with other budgets.
     """
     if not (folder / RECIPE).is_file():
-        return None
+        return {}
     try:
         there = read_file(folder / RECIPE, option="lock file").validate(Recipe).budgets()
     except KvtoolError:
-        return None
+        return {}
     asked = comparison.recipe.budgets()
     if len(there) != len(asked):
-        return None
+        return {}
     pairs = list(zip(asked, there, strict=True))
     if any(each != own and (each.share is None or own.bytes is None) for each, own in pairs):
-        return None
+        return {}
     return {each: own for each, own in pairs if each.share is not None}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvtool.documents.claim import Claim, ClaimedPair, ClaimRow, ClaimVerdict
-from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
+from kvtool.documents.results import ResultsDocument, TaskResult
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.verdict import Estimate, difference, excess, mean_of, parts_of
 
@@ -46,7 +46,8 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
     there = _measured(pair, pair.than_at, task, document) if pair.than_at else None
     if here is None or (pair.than_at and there is None):
         return None
-    columns = [*here.columns, *(there.columns if there else ())]
+    sides = [here, there] if there else [here]
+    columns = [column for side in sides for column in (side.ours, side.theirs)]
     known = [parts for parts in zip(*columns, strict=True) if None not in parts]
     if not known:
         return None
@@ -73,62 +74,58 @@ def _row(pair: ClaimedPair, task: str, document: ResultsDocument) -> ClaimRow | 
         difference=found.value,
         low=found.low,
         high=found.high,
-        lower_is_better=here.lower_is_better,
-        best=here.best,
+        lower_is_better=here.some.lower_is_better,
+        best=here.some.best,
         deciding=found.deciding(len(known)) if pair.margin is None else None,
         control=pair.control,
-        verdict=_verdict(found, -margin, flipped=here.lower_is_better),
+        verdict=_verdict(found, -margin, flipped=here.some.lower_is_better),
     )
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What the samples gave the two policies of a pair, `columns`, added up over budgets."""
+    """What the samples gave the two policies of a pair, added up over budgets."""
 
-    columns: tuple[list[Part | None], list[Part | None]]
+    ours: list[Part | None]
+    theirs: list[Part | None]
     budgets: list[str]
     link: str
-    lower_is_better: bool
-    best: float | None
+    some: TaskResult
 
 
 def _measured(
     pair: ClaimedPair, wanted: Sequence[int | str], task: str, document: ResultsDocument
 ) -> _Measured | None:
-    """Collect the samples at those of the budgets at which both policies were measured."""
-    together = [
-        (ours, theirs, budget)
-        for budget in _budgets(pair, wanted, document)
-        if (ours := _result(document, pair.variant, budget, task)) is not None
-        and (theirs := _result(document, pair.than, budget, task)) is not None
-        and ours.fed_like(theirs)
-    ]
+    """Collect the samples at those of the budgets at which both policies were measured.
+
+    The budget has no name where neither policy takes any.
+    """
+    mine, other = (_by_budget(document, name, task) for name in (pair.variant, pair.than))
+    budgets = dict.fromkeys(str(each.budget) for each in document.variants if each.budget)
+    named, together = {str(budget) for budget in wanted}, {}
+    for budget in [""] if mine.keys() | other.keys() == {""} else budgets:
+        ours, theirs = mine.get(budget, mine.get("")), other.get(budget, other.get(""))
+        if ours is None or theirs is None or not ours.fed_like(theirs):
+            continue
+        if not budget or not named or budget in named:
+            together[budget] = ours, theirs
     if not together:
         return None
-    ours, theirs, _ = together[0]
-    assert theirs.scores is not None
-    return _Measured(
-        (_summed([each[0] for each in together]), _summed([each[1] for each in together])),
-        [budget for *_, budget in together if budget],
-        theirs.scores.link,
-        ours.lower_is_better,
-        ours.best,
-    )
+    both = list(zip(*together.values(), strict=True))
+    (ours, theirs), *_ = together.values()
+    link = "mean" if theirs.scores is None else theirs.scores.link
+    mine_summed, others_summed = map(_summed, both)
+    return _Measured(mine_summed, others_summed, list(filter(None, together)), link, ours)
 
 
-def _budgets(
-    pair: ClaimedPair, wanted: Sequence[int | str], document: ResultsDocument
-) -> list[str]:
-    """Return the budgets to compare at, one without a name where neither policy takes any."""
-    if {pair.variant, pair.than} <= {
-        variant.policy for variant in document.variants if variant.budget is None
-    }:
-        return [""]
-    budgets = dict.fromkeys(
-        str(variant.budget) for variant in document.variants if variant.budget is not None
-    )
-    named = {str(budget) for budget in wanted}
-    return [budget for budget in budgets if not named or budget in named]
+def _by_budget(document: ResultsDocument, policy: str, task: str) -> dict[str, TaskResult]:
+    """Return the results of a policy with scores of samples, by budget; "" where it takes none."""
+    found: dict[str, TaskResult] = {}
+    for variant in document.variants:
+        result = document.of(variant.name, task)
+        if variant.policy == policy and result is not None and result.scores is not None:
+            found.setdefault("" if variant.budget is None else str(variant.budget), result)
+    return found
 
 
 def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:
@@ -141,27 +138,10 @@ def _verdict(found: Estimate, least: float, *, flipped: bool) -> Verdict:
     return "fails" if high < least else "undecided"
 
 
-def _result(document: ResultsDocument, policy: str, budget: str, task: str) -> TaskResult | None:
-    """Return the result of a policy at a budget, or without one where it takes none."""
-
-    def is_it(variant: VariantEntry) -> bool:
-        return variant.policy == policy and (
-            variant.budget is None or str(variant.budget) == budget
-        )
-
-    variant = next(filter(is_it, document.variants), None)
-    result = None if variant is None else document.of(variant.name, task)
-    return result if result is not None and result.scores is not None else None
-
-
 def _summed(results: Sequence[TaskResult]) -> list[Part | None]:
     """Add up what each sample gives over several results; None where one lacks it."""
     columns = [parts_of(result.scores) for result in results if result.scores is not None]
-    return [_sum(parts) for parts in zip(*columns, strict=True)]
-
-
-def _sum(parts: Sequence[Part | None]) -> Part | None:
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    return math.fsum(part[0] for part in known), math.fsum(part[1] for part in known)
+    return [
+        None if None in parts else (math.fsum(p[0] for p in parts), math.fsum(p[1] for p in parts))
+        for parts in zip(*columns, strict=True)
+    ]

@@ -19,7 +19,7 @@ from kvtool.documents.recipe import Recipe
 from kvtool.documents.resolve import Flags, gather, parse_policies, resolve
 from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
-from kvtool.errors import KvtoolError, UsageError
+from kvtool.errors import UsageError
 from kvtool.evaluation.pairs import asked_pairs, variant_entry
 from kvtool.evaluation.run.gates import Gate, check_gates
 from kvtool.evaluation.tasks.selection import TaskFlags, hub_data, read_tasks
@@ -92,14 +92,15 @@ def read_comparison(
         baseline=recipe.eval.baseline,
         plan=plan,
     )
+    named = [str(variant.policy) for variant in variants]
     all_gates = [*gates] + [
         Gate(gate.task, least=gate.min, max_drop=gate.max_drop) for gate in recipe.gates
     ]
     check_gates(all_gates, [(task.name, task.best, task.lower_is_better) for task in chosen])
-    claim = _claim(recipe, [str(variant.policy) for variant in variants], budgets)
+    claim = _claim(recipe, list(dict.fromkeys(named)), budgets)
     if recipe.eval.compare:
         asked_pairs(recipe.eval.compare, list(map(variant_entry, variants)))
-    if any(gate.max_drop is not None for gate in all_gates) and not _has_baseline(variants):
+    if any(gate.max_drop is not None for gate in all_gates) and BASELINE not in named:
         raise UsageError(
             "a largest drop is one from the full cache, which this run leaves out",
             hint="--baseline, or --fail-under TASK=V in place of --max-drop",
@@ -130,12 +131,8 @@ def _claim(recipe: Recipe, policies: list[str], budgets: list[Budget]) -> Claim 
         for pair in recipe.claim.pairs
     ]
     claim = recipe.claim.model_copy(update={"pairs": pairs})
-    check_claim(claim, list(dict.fromkeys(policies)), [str(budget) for budget in budgets])
+    check_claim(claim, policies, [str(budget) for budget in budgets])
     return claim
-
-
-def _has_baseline(variants: list[Variant]) -> bool:
-    return any(str(variant.policy) == BASELINE for variant in variants)
 
 
 def _policies(recipe: Recipe, source: Source) -> list[Policy]:
@@ -208,11 +205,9 @@ def run_folder(comparison: Comparison, output: str | None) -> Path:
     check_name(folder, "--output")
     for variant in comparison.variants:
         check_name(Path(variant.folder), "--policy")
-    if folder.exists() and not folder.is_dir():
-        raise UsageError(f"--output: `{folder}` is a file, a run needs a folder")
-    if folder.suffix.lower() in _FILES and not folder.exists():
+    if not folder.is_dir() and (folder.exists() or folder.suffix.lower() in _FILES):
         raise UsageError(
-            f"--output is the folder of a run, `{folder}` looks like a file",
+            f"--output is the folder of a run, `{folder}` is or looks like a file",
             hint=f"--output {folder.with_suffix('')}; to save what is printed, redirect it with >",
         )
     return folder
@@ -220,12 +215,7 @@ def run_folder(comparison: Comparison, output: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a comparison without the hub.
-
-    Attributes:
-        folder: of the run.
-        missing: what the hub would have to give, in words.
-    """
+    """What is known of a comparison without the hub; `missing` is what the hub would give."""
 
     comparison: Comparison
     folder: Path
@@ -259,15 +249,8 @@ def outline(comparison: Comparison, folder: str | None) -> Outline | None:
     place = run_folder(comparison, folder)
     try:
         check_hub(model.id, model.revision)
-    except Unreachable as error:
-        return Outline(comparison, place, _memory_unknown(error))
-    for name in hub_data(comparison.tasks):
-        try:
+        for name in hub_data(comparison.tasks):
             check_hub_data(name)
-        except Unreachable as error:
-            return Outline(comparison, place, _memory_unknown(error))
+    except Unreachable as error:
+        return Outline(comparison, place, f"samples and memory: unknown, {error.message}")
     return None
-
-
-def _memory_unknown(error: KvtoolError) -> str:
-    return f"samples and memory: unknown, {error.message}"

@@ -139,9 +139,6 @@ def _choose(
     """Return the run in a folder that it can go on in: its own, or a new one beside it.
 
     Only the same command with the same inputs goes on in a folder that the user has not named.
-
-    Raises:
-        UsageError: the folder that the user has named holds answers that depend on something else.
     """
     run = _plan(prepared, store, loaded, argv)
     for number in count(2):

@@ -24,20 +24,13 @@ from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import (
     check_attention,
-    device_memory,
     free_memory,
     resolve_device,
     resolve_dtype,
 )
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import check_bytes
-from kvtool.planning.plan_in_use import (
-    beyond_plan,
-    check_free,
-    check_plan,
-    check_run,
-    held_by_plan,
-)
+from kvtool.planning.plan_in_use import beyond_plan, check_free, check_plan, check_run, held_by_plan
 from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words
 from kvtool.transformers_versions import check_transformers
 from kvtool.watcher import Watcher
@@ -77,18 +70,12 @@ class PlannedDevice:
         self, choice: ModelChoice, model: ModelSource, estimate: Estimate
     ) -> DeviceMemory:
         """Return its memory, and what the weights of a model take of it."""
-        if model.loaded is not None:  # whose weights are in what is not free
-            place, free = free_memory(str(model.loaded.model.device))
-            free = self.memory or free
-            return DeviceMemory(device=place, free_bytes=free, weights_bytes=0)
-        return device_memory(
+        return model.device_memory(
             estimate.config,
             estimate.dtype,
             self.name(choice),
-            model.where,
             spread=bool(choice.device_map or choice.tensor_parallel),
             bits=choice.quantize,
-            name=choice.id,
             memory=self.memory,
         )
 
@@ -292,8 +279,8 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
     if comparison.variants and comparison.variants[-1].plan is not None:
         check_plan(comparison.variants[-1].plan, config)
     for variant in comparison.variants:
-        given = variant.plan, variant.policy, config, dtype
-        for line in [] if variant.plan is None else check_run(*given):
+        plan, policy = variant.plan, variant.policy
+        for line in [] if plan is None else check_run(plan, policy, config, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
         by_bytes = (
             variant.plan is None and variant.budget is not None and variant.budget.bytes is not None

@@ -105,11 +105,7 @@ def _from_data(
 def _cut(
     none: str, tokenizer: Any, texts: Sequence[str], samples: int, tokens: int
 ) -> list[list[int]]:
-    """Cut texts into pieces of `tokens` tokens.
-
-    Args:
-        none: how an error begins that says that there is none.
-    """
+    """Cut texts into pieces; `none` begins the error that says that there is none."""
     pieces = list(_pieces(tokenizer, texts, samples, tokens))
     if not pieces:
         longest = max((len(_encode(tokenizer, text)) for text in texts), default=0)

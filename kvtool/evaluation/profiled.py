@@ -114,10 +114,7 @@ def _draw(request: ProfileRequest, tokenizer: Any) -> tuple[list[AskedText], Pro
 def _losses(
     model: PreTrainedModel, texts: Sequence[AskedText], plan: Plan, watcher: Watcher
 ) -> tuple[Tensor, Tensor | None]:
-    """Measure `answer_loss`: (samples, layers, budgets), and (samples, layers, kv_heads, budgets).
-
-    The second is None where KV heads are not asked for.
-    """
+    """Measure `answer_loss`: (samples, layers, budgets), and of KV heads if they are asked for."""
     assert plan.policy is not None, "answer_loss is measured of a policy"
     found, by_head = [], []
     with watcher.progress(len(texts)) as advance:

@@ -22,11 +22,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Choice, Difference, Interval, SampleScores, Standing, Verdict
 from kvtool.errors import UsageError
+from kvtool.evaluation.costs import spent_on
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.run.collect import is_baseline
 from kvtool.policies.spelling import split_outside
@@ -85,11 +86,7 @@ def difference(
         With the interval, unless there are fewer than `LEAST_PAIRS` pairs or a resampled score is
         not finite.
     """
-
-    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
-        return [link(x) - link(y) for x, y in zip(a, b, strict=True)]
-
-    return _estimate(of, ours, theirs)
+    return _estimate(lambda a, b: link(a) - link(b), ours, theirs)
 
 
 def excess(
@@ -102,21 +99,12 @@ def excess(
     Args:
         here, there: what `difference` takes, all four of the same samples in the same order.
     """
-
-    def of(*means: Sequence[float]) -> list[float]:
-        columns = zip(*(map(link, mean) for mean in means), strict=True)
-        return [(a - b) - (c - d) for a, b, c, d in columns]
-
-    return _estimate(of, *here, *there)
+    return _estimate(lambda a, b, c, d: link(a) - link(b) - (link(c) - link(d)), *here, *there)
 
 
 def ratio(ours: Sequence[Part], theirs: Sequence[Part]) -> Estimate:
     """Divide one variant's mean by another's; arguments and result as of `difference`."""
-
-    def of(a: Sequence[float], b: Sequence[float]) -> list[float]:
-        return [x / y if y else math.inf for x, y in zip(a, b, strict=True)]
-
-    return _estimate(of, ours, theirs)
+    return _estimate(lambda a, b: a / b if b else math.inf, ours, theirs)
 
 
 def mean_of(parts: Sequence[Part]) -> float:
@@ -139,17 +127,14 @@ def unseen(n: int) -> float:
     return 1 - (1 - LEVEL) ** (1 / n)
 
 
-def _estimate(of: Callable[..., list[float]], *samples: Sequence[Part]) -> Estimate:
+def _estimate(of: Callable[..., float], *samples: Sequence[Part]) -> Estimate:
     """Apply `of` to the means of each list, and to those of each resample."""
     import torch
 
-    sizes = [len(each) for each in samples]
-    if len(set(sizes)) > 1 or not sizes[0]:
-        raise ValueError(f"{' and '.join(map(str, sizes))} samples cannot be paired")
-    (value,) = of(*([mean_of(each)] for each in samples))
-    if sizes[0] < LEAST_PAIRS:
+    value = of(*map(mean_of, samples))
+    if len(samples[0]) < LEAST_PAIRS:
         return Estimate(value, None, None)
-    found = of(*_resampled_means(*samples))
+    found = list(map(of, *_resampled_means(*samples)))
     if not all(map(math.isfinite, found)):
         return Estimate(value, None, None)
     tail, over = (1 - LEVEL) / 2, torch.tensor(found, dtype=torch.float64)
@@ -226,7 +211,7 @@ def make_verdict(
         )
         for variant in others
     ]
-    choices = [_choice(by, standings, results) for by in _COSTS]
+    choices = [_choice(by, standings, results) for by in get_args(By)]
     return Verdict(within=within, why=None, tasks=tasks, variants=standings, choices=choices)
 
 
@@ -302,65 +287,39 @@ def _choice(by: By, standings: Sequence[Standing], results: Sequence[TaskResult]
     """Choose the cheapest variant within bounds, if it is cheaper than the full cache."""
     of_variant: dict[str, dict[str, TaskResult]] = {}
     for result in results:
-        if result.cost is not None:
+        if result.n and result.cost is not None:
             of_variant.setdefault(result.variant, {})[result.task] = result
     full = next((of_variant[variant] for variant in of_variant if is_baseline(variant)), {})
     cheaper: dict[str, dict[str, float]] = {name: {} for name in _ORDER}
     for standing in standings:
         measured = of_variant.get(standing.variant, {})
         shared = [task for task in full if task in measured]
-        cost, limit = (_COSTS[by]([of[task] for task in shared]) for of in (measured, full))
+        cost, limit = (_cost(by, [of[task] for task in shared]) for of in (measured, full))
         if cost is not None and limit is not None and cost < limit:
             cheaper[standing.standing][standing.variant] = cost
     within, undecided = cheaper["within"], cheaper["undecided"]
     variant = min(within, key=within.__getitem__, default=None)
-    lowest = None if variant is None else within[variant]
+    lowest = math.inf if variant is None else within[variant]
     return Choice(
         by=by,
         variant=variant,
-        cost=lowest,
-        full=_COSTS[by](list(full.values())),
-        undecided=[
-            name
-            for name in sorted(undecided, key=undecided.__getitem__)
-            if lowest is None or undecided[name] < lowest
-        ],
+        cost=None if variant is None else lowest,
+        full=_cost(by, list(full.values())),
+        undecided=sorted(
+            (name for name, cost in undecided.items() if cost < lowest), key=undecided.__getitem__
+        ),
         speed=_speed(of_variant[variant]) if by == "time" and variant is not None else None,
     )
 
 
-def _mean(results: Sequence[TaskResult], of: Callable[[TaskResult], float]) -> float | None:
-    """Return the mean over all samples of all tasks."""
-    count = sum(result.n for result in results)
-    return sum(result.n * of(result) for result in results) / count if count else None
-
-
-def _held(results: Sequence[TaskResult]) -> float | None:
-    return _mean(results, lambda result: result.cost.held_bytes if result.cost else 0.0)
-
-
-def _read(results: Sequence[TaskResult]) -> float | None:
-    """Return the bytes that a decoded token reads; None where nothing was decoded on a task."""
-    if any(result.n and result.cost and not result.cost.traffic_bytes for result in results):
-        return None
-    return _mean(results, lambda result: result.cost.traffic_bytes if result.cost else 0.0)
-
-
-def _seconds(results: Sequence[TaskResult]) -> float | None:
-    """Return the seconds of a decoded token: all seconds over all tokens."""
-    seconds = tokens = 0.0
-    for result in results:
-        if result.cost is not None and result.cost.decode_tokens_per_s:
-            seconds += result.n * result.cost.decode_s
-            tokens += result.n * result.cost.decode_s * result.cost.decode_tokens_per_s
-    return seconds / tokens if tokens else None
-
-
-_COSTS: dict[By, Callable[[Sequence[TaskResult]], float | None]] = {
-    "bytes": _held,
-    "traffic": _read,
-    "time": _seconds,
-}
+def _cost(by: By, results: Sequence[TaskResult]) -> float | None:
+    """Return what a variant holds or reads, in bytes, or the seconds of a decoded token."""
+    spent = spent_on(results)
+    if spent is None or by == "bytes":
+        return None if spent is None else spent.held_bytes
+    if by == "traffic":
+        return spent.traffic_bytes
+    return 1 / spent.decode_rate if spent.decode_rate else None
 
 
 def _speed(results: dict[str, TaskResult]) -> Interval | None:
@@ -380,24 +339,16 @@ def differences(
 
     No two variants are compared twice: a base that is second to its own variant has that row only.
     """
-    found = {(result.variant, result.task): result for result in results}
-    named = {variant.name: variant for variant in variants}
     compared = []
     for task in dict.fromkeys(result.task for result in results):
-        of_task = {
-            variant.name: found[variant.name, task]
-            for variant in variants
-            if (variant.name, task) in found
-        }
-        partners = {name: _partner(variant, variants, of_task) for name, variant in named.items()}
+        of_task = {result.variant: result for result in results if result.task == task}
+        partners = {each.name: _partner(each, variants, of_task) for each in variants}
         for variant, partner in partners.items():
             if partner is None or variant not in of_task:
                 continue
             other, because = partner
-            back = partners.get(other)
-            if because == "best" and back is not None and back == (variant, "base"):
-                continue
-            compared.append(between(of_task[variant], of_task[other], because))
+            if because == "base" or partners.get(other) != (variant, "base"):
+                compared.append(between(of_task[variant], of_task[other], because))
     return [each for each in compared if each is not None]
 
 
@@ -454,18 +405,19 @@ def _partner(
     """Name a variant's partner; None for one without a budget and for the best one."""
     if variant.budget is None:
         return None
+    same = (variant.budget, variant.prefill, variant.planned)
     beside = [
         each
         for each in variants
-        if (each.budget, each.prefill, each.planned)
-        == (variant.budget, variant.prefill, variant.planned)
-        and each.name in of_task
+        if (each.budget, each.prefill, each.planned) == same and each.name in of_task
     ]
     bases = [each for each in beside if _is_base(each.policy, variant.policy)]
     if bases:
         return max(bases, key=lambda each: len(split_outside(each.policy, "+"))).name, "base"
-    scored = [each.name for each in beside if of_task[each.name].value is not None]
-    best = max(scored, key=lambda name: _goodness(of_task[name]), default=variant.name)
+    scored = {each.name: of_task[each.name].value for each in beside}
+    known = {name: value for name, value in scored.items() if value is not None}
+    choose = min if any(result.lower_is_better for result in of_task.values()) else max
+    best = choose(known, key=known.__getitem__, default=variant.name)
     return None if best == variant.name else (best, "best")
 
 
@@ -477,8 +429,3 @@ def _is_base(base: str, policy: str) -> bool:
     """
     fewer, more = split_outside(base, "+"), split_outside(policy, "+")
     return fewer[0] == more[0] and set(fewer) < set(more)
-
-
-def _goodness(result: TaskResult) -> float:
-    assert result.value is not None, "asked of results with a score only"
-    return -result.value if result.lower_is_better else result.value

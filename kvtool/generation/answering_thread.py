@@ -24,7 +24,16 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.model_settings import end_tokens
-from kvtool.generation.serving import Batch, Drawing, Running, Waiting, begin, step_all
+from kvtool.generation.serving import (
+    Batch,
+    Drawing,
+    Room,
+    Running,
+    Waiting,
+    begin,
+    bytes_of,
+    step_all,
+)
 
 _LAST_STEP = 10.0  # seconds that the last step may take; a long prompt is left behind
 
@@ -156,7 +165,7 @@ class LiveAnswers:
         """
         self.model, self.tokenizer, self.memory = model, tokenizer, memory
         self.held = Held()
-        self._most = most_sequences
+        self._room = Room(memory, most_sequences)
         self._coming: deque[Job] = deque()
         self._batches: list[_Live] = []
         self._change, self._stopping = threading.Condition(), False
@@ -170,12 +179,7 @@ class LiveAnswers:
             UsageError: it alone is larger than the memory.
             KvtoolError: the server ends.
         """
-        if self.memory is not None and job.sequence_bytes > self.memory:
-            raise UsageError(
-                f"the request takes up to {job.sequence_bytes} bytes of cache, and the server has "
-                f"{self.memory} for requests",
-                hint="a shorter prompt, fewer tokens or a smaller budget",
-            )
+        self._room.check(job.sequence_bytes, "the request", UsageError)
         with self._change:
             if self._stopping:
                 raise KvtoolError("the server is ending")
@@ -215,7 +219,7 @@ class LiveAnswers:
                 if not self._guard(live.jobs, live.step) or not live.jobs:
                     self._batches.remove(live)
             if self.memory is not None and len(self.held):
-                self.held.shrink(self.memory - _bytes_of([live.jobs for live in self._batches]))
+                self.held.shrink(self.memory - bytes_of(self._sizes()))
 
     def _guard(self, jobs: list[Job], work: Callable[[], Any]) -> bool:
         """Do some work for requests, which all end with what goes wrong in it."""
@@ -241,15 +245,22 @@ class LiveAnswers:
             if not self._coming:
                 return None
             job = self._coming[0]
-            running = [live.jobs for live in self._batches]
-            if running and self._most is not None and sum(map(len, running)) >= self._most:
+            sizes = self._sizes(job)
+            if not self._room.takes(sizes):
                 return None
             if self.memory is not None:
-                taken = _bytes_of(_with(job, running))
-                if running and taken > self.memory:
-                    return None
-                self.held.shrink(self.memory - taken)
+                self.held.shrink(self.memory - bytes_of(sizes))
             return self._coming.popleft()
+
+    def _sizes(self, job: Job | None = None) -> list[list[int]]:
+        """Return the bytes of each request of each batch, with one more in the batch it joins."""
+        sizes, joined = [], False
+        for live in self._batches:
+            own = [each.sequence_bytes for each in live.jobs]
+            if job is not None and live.group == job.group and not joined:
+                own, joined = [*own, job.sequence_bytes], True
+            sizes.append(own)
+        return sizes if job is None or joined else [*sizes, [job.sequence_bytes]]
 
     def _admit(self, job: Job) -> None:
         opened = job.open()
@@ -271,20 +282,6 @@ class LiveAnswers:
                     return
         batch = Batch(opened.cache, logits, [running])
         self._batches.append(_Live(self.model, self.held, job.group, [job], batch))
-
-
-def _with(job: Job, running: list[list[Job]]) -> list[list[Job]]:
-    """Put one more request into the batch that it joins, of the requests of each batch."""
-    for place, jobs in enumerate(running):
-        if jobs and jobs[0].group == job.group:
-            return [*running[:place], [*jobs, job], *running[place + 1 :]]
-    return [*running, [job]]
-
-
-def _bytes_of(running: list[list[Job]]) -> int:
-    """Return the bytes of all batches; each is as wide as its widest sequence."""
-    widest = (max(each.sequence_bytes for each in jobs) * len(jobs) for jobs in running if jobs)
-    return sum(widest)
 
 
 @dataclass(eq=False)

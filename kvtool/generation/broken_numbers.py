@@ -40,9 +40,6 @@ def check_logits(model: PreTrainedModel, logits: Tensor, input_ids: Tensor) -> N
     Args:
         logits: (batch, vocab), or (batch, n, vocab).
         input_ids: (batch, n) what the model has read.
-
-    Raises:
-        BrokenNumbers: it names the module where they first are.
     """
     broken = broken_entries(logits)
     if not broken.is_meta and bool(broken.any()):  # a device without numbers breaks none

@@ -74,11 +74,7 @@ def pays(model: PreTrainedModel, new_tokens: int) -> bool:
 
 
 def _keep_compiled() -> None:
-    """Let torch keep what it compiles in the user's cache folder, for runs to come.
-
-    A `TORCHINDUCTOR_CACHE_DIR` of the user's stays. Where nothing can be written, torch's own
-    place, in the folder of temporary files, serves; torch has set it when it was imported.
-    """
+    """Let torch keep what it compiles in the user's cache folder, for runs to come."""
     given, own = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), Path(gettempdir()) / "torchinductor_"
     folder = user_cache() / "compiled"
     if given is not None and not given.startswith(str(own)):
@@ -118,12 +114,7 @@ class CompiledDecoding:
         self._failed = False
 
     def __call__(self, model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
-        """Feed one token per row: see `decode_step`.
-
-        Raises:
-            KvtoolError: the policy or the model cannot be compiled, and must be; a forward was
-                interrupted before.
-        """
+        """Feed one token per row: see `decode_step`."""
         cache.check_whole()
         if self._failed or not cache.fix_shapes(self._room):
             self._eager += 1

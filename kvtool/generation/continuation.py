@@ -148,7 +148,9 @@ def generate(
         model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer
     )
     kept: list[Tensor] | None = [] if compare_full else None
-    step = _decode_steps(model, max_new_tokens, compiled)
+    step: CompiledDecoding | Callable[..., Tensor] = decode_step
+    if compiled or (compiled is None and pays(model, max_new_tokens)):
+        step = CompiledDecoding(model, max_new_tokens, required=compiled is not None)
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
@@ -194,14 +196,6 @@ def generate(
     )
 
 
-def _decode_steps(
-    model: PreTrainedModel, tokens: int, compiled: bool | None
-) -> Callable[[PreTrainedModel, KVCache, Tensor], Tensor]:
-    if compiled or (compiled is None and pays(model, tokens)):
-        return CompiledDecoding(model, tokens, required=compiled is not None)
-    return decode_step
-
-
 def feed_prompt(
     model: PreTrainedModel,
     cache: KVCache,
@@ -224,8 +218,6 @@ def feed_prompt(
         BrokenNumbers: the logits are not finite.
     """
     known = cache.input_ids
-    if prompt_ids is not None and prompt_ids.shape[1] == 0:
-        raise UsageError("the prompt is empty")
     start = time.perf_counter()
     if known is None:
         if prompt_ids is None:

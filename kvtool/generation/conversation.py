@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.documents.messages import ChatHistory, Message
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import ChatHistory, Message, UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import Compressed, Generation, compress, generate
 from kvtool.generation.repeating import instruct_chat
@@ -129,12 +128,6 @@ class Conversation:
         """Refuse turns that the template can never put behind each other, before any is answered.
 
         What depends on the answers (a thought that is dropped) comes to light in the turn itself.
-
-        Args:
-            context: that the first message begins with.
-
-        Raises:
-            UsageError: the template changes what has been read once another message follows.
         """
         frame, said = self._frame, self._messages
         if not isinstance(frame, TemplateFrame) or said is None or self._behind == "open":
@@ -170,11 +163,7 @@ class Conversation:
         return heard
 
     def say(self, turn: UserTurn, **drawing: Any) -> Generation:
-        """Feed a turn and generate what the model says to it.
-
-        Args:
-            drawing: as for `kvtool.generation.generate`.
-        """
+        """Feed a turn and generate what the model says to it."""
         asked = self.ask(turn)
         said = generate(self.model, self.tokenizer, self.cache, asked.ids, **drawing)
         self.take(asked, len(said.token_ids[0]))
@@ -215,11 +204,7 @@ class Conversation:
         self._stand("text" if asked.outside else "answer")
 
     def answer(self, **drawing: Any) -> Generation:
-        """Close the open message and answer it; behind anything else, go on.
-
-        Args:
-            drawing: as for `kvtool.generation.generate`.
-        """
+        """Close the open message and answer it; behind anything else, go on."""
         if self._behind == "open" and self._frame.closing:
             return self.say(UserTurn(""), **drawing)
         said = generate(self.model, self.tokenizer, self.cache, None, **drawing)
@@ -263,18 +248,14 @@ class Conversation:
         return self._beyond(frame.answered(messages) if ends else frame.prompt(messages))
 
     def _beyond(self, whole: str) -> Piece:
-        """Return what is behind the text that the cache has read.
-
-        Args:
-            whole: the text of all messages, read and new.
-        """
+        """Return what is behind the text that the cache has read."""
         said, frame = self._messages or [], self._frame
         if self._behind == "nothing":
             return Piece("", whole)
         if self._behind == "text":  # which has the token that begins texts
             return Piece("", whole.removeprefix(self.tokenizer.bos_token or ""))
         if self._answered and isinstance(frame, TemplateFrame):
-            return frame.behind(whole, frame.prompt(said), self._last_answer())
+            return frame.behind(whole, frame.prompt(said), self._last_answer(self._answered))
         read = frame.opened(said) if self._behind == "open" else frame.answered(said)
         return Piece(read, rest_behind(whole, read))
 
@@ -287,7 +268,7 @@ class Conversation:
             whole = f"{said[-1].content}\n{text}" if text else said[-1].content
             return [*said[:-1], Message("user", whole)]
         if self._answered:
-            said.append(Message("assistant", self._last_answer().text))
+            said.append(Message("assistant", self._last_answer(self._answered).text))
         return [*said, Message("user", text)]
 
     def _with_turn(self, turn: UserTurn) -> list[Message] | None:
@@ -296,10 +277,10 @@ class Conversation:
             return messages
         return [*messages, Message("assistant", turn.answer)]
 
-    def _last_answer(self) -> Answer:
-        """Return what the model has said last."""
+    def _last_answer(self, tokens: int) -> Answer:
+        """Return what the model has said last, by its last tokens."""
         known = self.cache.input_ids
-        ids = [] if known is None else known[0, -self._answered :].tolist()
+        ids = [] if known is None else known[0, -tokens:].tolist()
         return read_answer(self.tokenizer, ids, self.model.generation_config.eos_token_id)
 
     def _note(self, messages: list[Message] | None, answered: int = 0) -> None:
@@ -344,10 +325,7 @@ class Conversation:
             return "\n"
         if self._behind == "text":  # which has the token that begins texts
             return frame.opening.removeprefix(self.tokenizer.bos_token or "")
-        known = self.cache.input_ids
-        ids = [] if known is None else known[0, -1:].tolist()
-        ends = self.model.generation_config.eos_token_id
-        return read_answer(self.tokenizer, ids, ends).cut_from(frame.next)
+        return self._last_answer(1).cut_from(frame.next)
 
     def _ids(self, piece: Piece, *, special: bool = False) -> Tensor:
         if self._behind == "nothing":

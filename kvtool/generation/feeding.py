@@ -97,16 +97,7 @@ def prefill(
 def _blocks(
     cache: KVCache, input_ids: Tensor, mask: Tensor | None, counts: list[int], lengths: list[int]
 ) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Cut a prompt into blocks, whose sizes are asked for once the block before has run.
-
-    Args:
-        mask: (batch, n) bool, False = padding, behind the tokens where there are several blocks.
-        counts: tokens of each sequence.
-        lengths: tokens that each sequence will have seen at the prompt's end.
-
-    Yields:
-        (batch, columns) token ids, and which of them are tokens; None: all.
-    """
+    """Cut a prompt into blocks, whose sizes are asked for once the block before has run."""
     batch, width = input_ids.shape
     fed = [0] * batch
     while fed != counts:
@@ -232,11 +223,7 @@ _LEARNED = (
 
 
 def check_tokens(model: PreTrainedModel, input_ids: Tensor) -> None:
-    """Refuse ids beyond the model's embeddings, which fail inside of torch.
-
-    Raises:
-        UsageError: it names the first such id.
-    """
+    """Refuse ids beyond the model's embeddings, which fail inside of torch."""
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     if rows is None or input_ids.is_meta or input_ids.numel() == 0:
         return
@@ -255,9 +242,6 @@ def check_positions(model: PreTrainedModel, lengths: Sequence[int], new_tokens: 
     Args:
         lengths: tokens of each sequence, with those of earlier turns.
         new_tokens: that will be generated after them; the last one is not fed.
-
-    Raises:
-        UsageError: it says how many tokens fit.
     """
     limit = learned_positions(model)
     tokens = max(lengths, default=0)

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,29 +29,11 @@ from kvtool.errors import KvtoolError, UsageError
 
 _WHERE = "the model's generation settings (generation_config.json)"
 
-Use = Literal["followed", "ours", "idle", "refused"]
-"""What becomes of a setting.
-
-followed: transformers makes a processor or a stopping criterion of it, which the loop calls.
-ours: an option of kvtool replaces it.
-idle: it changes no token: speed, what is returned beside the tokens, or beams, which are refused.
-refused: it would change the tokens, and the loop cannot follow it.
-"""
-
-_FOLLOWED = (
-    *("min_length", "min_new_tokens", "max_time", "stop_strings", "top_k", "top_p", "min_p"),
-    *("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
-    *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
-    *("bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
-    *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
-    *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "eos_token_id"),
-    "pad_token_id",
-)
-_OURS = (
+OURS = (  # an option of kvtool replaces them
     *("max_length", "max_new_tokens", "do_sample", "temperature", "use_cache"),
     *("cache_implementation", "cache_config", "max_cache_len"),
 )
-_IDLE = (
+IDLE = (  # change no token: speed, what is returned beside the tokens, beams
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("return_dict_in_generate", "bos_token_id", "decoder_start_token_id"),
     *("early_stopping", "length_penalty", "diversity_penalty", "low_memory"),  # of beams
@@ -61,7 +43,7 @@ _IDLE = (
     *("assistant_ensemble_weight", "prefill_chunk_size", "compile_config", "disable_compile"),
     *("continuous_batching_config", "transformers_version"),
 )
-_REFUSED: dict[str, Callable[[Any], bool]] = {
+REFUSED: dict[str, Callable[[Any], bool]] = {
     "num_beams": lambda value: value != 1,
     "num_beam_groups": lambda value: value != 1,
     "num_return_sequences": lambda value: value != 1,
@@ -74,15 +56,9 @@ _REFUSED: dict[str, Callable[[Any], bool]] = {
 }
 """Whether a value that is given would change the tokens."""
 
-USES: dict[str, Use] = {
-    **dict.fromkeys(_FOLLOWED, "followed"),
-    **dict.fromkeys(_OURS, "ours"),
-    **dict.fromkeys(_IDLE, "idle"),
-    **dict.fromkeys(_REFUSED, "refused"),
-}
 _SAMPLING = ("top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ENDING = ("stop_strings", "max_time")
-_RESET = tuple(name for name in (*_OURS, *_IDLE) if name != "bos_token_id")
+_RESET = tuple(name for name in (*OURS, *IDLE) if name != "bos_token_id")
 
 
 def drawing_settings(
@@ -171,11 +147,7 @@ def prepare(
 def check_drawing(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: GenerationConfig
 ) -> None:
-    """Refuse settings that cannot be used, before a prompt is read.
-
-    Raises:
-        UsageError: with what transformers says of them.
-    """
+    """Refuse settings that cannot be used, before a prompt is read."""
     ids = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     made = prepare(model, tokenizer, ids, settings)
     with _refused_in_one_line():
@@ -209,7 +181,7 @@ def ends_early(model: PreTrainedModel) -> bool:
 
 
 def _check_refused(given: GenerationConfig) -> None:
-    for name, changes in _REFUSED.items():
+    for name, changes in REFUSED.items():
         value = getattr(given, name, None)
         if value is not None and changes(value):
             raise UsageError(

@@ -35,10 +35,6 @@ def chat_instructions(
     """Return what goes around a prompt in a chat template.
 
     The instruction ends the user's message that is still open, or is the next one.
-
-    Args:
-        ids: of the prompt.
-        ending: the text behind the user's message; empty where that is still open.
     """
 
     def instruction_ids(text: str) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.whole.cache import KVCache
-from kvtool.errors import UsageError
 from kvtool.generation.broken_numbers import broken_entries, check_logits, explain, explaining
 from kvtool.generation.feeding import decode_step, forward
 
@@ -60,13 +59,7 @@ def token_scores(
     Returns:
         Log-probabilities, (1, n) float32, and the most likely tokens, (1, n) int64, both on the
         CPU; (1, n - 1) without `first_logits`.
-
-    Raises:
-        UsageError: `chunk` below 1.
-        BrokenNumbers: logits are not finite.
     """
-    if chunk < 1:
-        raise UsageError(f"chunk must be 1 or more, got {chunk}")
     input_ids = input_ids.to(model.device)
     scored = []
     if first_logits is not None:
@@ -92,10 +85,7 @@ def token_scores(
 
 
 def _score_tokens(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log-probability of each target, and the most likely token, on the CPU.
-
-    It is NaN where the logits are broken.
-    """
+    """Return the log-probability of each target, and the most likely token, on the CPU."""
     chosen = logits.gather(-1, targets[..., None])[..., 0]
     logprobs = chosen.float() - logits.float().logsumexp(-1)
     logprobs = logprobs.masked_fill(broken_entries(logits), float("nan"))
@@ -114,9 +104,6 @@ def follow(
 
     Returns:
         (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
-
-    Raises:
-        BrokenNumbers: they are not finite.
     """
     logits = [next_logits.float().cpu()]
     with explaining(model, token_ids):

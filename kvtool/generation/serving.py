@@ -175,21 +175,30 @@ def serve(
     drawing, served = drawing or Drawing(), served or Served()
     room = Room(memory, most_sequences)
     for prompt in prompts:
-        room.check(prompt)
+        room.check(prompt.sequence_bytes, f"prompt {prompt.index}")
     settings = drawing_settings(model, 1, drawing.temperature, 0)
     check_drawing(model, tokenizer, settings)
     waiting, batch = deque(prompts), None
     start = time.perf_counter()
     while waiting or batch is not None:
-        coming = room.admit([] if batch is None else batch.prompts, waiting)
+        sizes: list[int] = (
+            [] if batch is None else [each.prompt.sequence_bytes for each in batch.sequences]
+        )
+        coming, begun = [], time.perf_counter()
+        while waiting and room.takes([[*sizes, waiting[0].sequence_bytes]]):
+            prompt, cache = waiting.popleft(), new_cache()
+            sizes.append(prompt.sequence_bytes)
+            new = prompt.max_new_tokens
+            logits = prefill(model, cache, prompt.ids, new_tokens=new, tokenizer=tokenizer)
+            coming.append((begin(model, tokenizer, prompt, drawing), cache, logits))
         if coming:
-            begun = time.perf_counter()
-            caches, firsts = _read(model, tokenizer, new_cache, coming)
             served.read(time.perf_counter() - begun)
-            sequences = [begin(model, tokenizer, prompt, drawing) for prompt in coming]
-            batch = join(batch, sequences, caches, firsts)
-        if batch is None:
-            raise RuntimeError("there is room for a prompt where none runs")
+            if batch is None:
+                sequence, cache, logits = coming.pop(0)
+                batch = Batch(cache, logits, [sequence])
+            if coming:
+                batch.add(*map(list, zip(*coming, strict=True)))
+        assert batch is not None, "there is room for a prompt where none runs"
         if stop_when is not None and stop_when():
             return
         ended = step_all(model, batch.sequences, batch.logits)
@@ -217,18 +226,12 @@ class Batch:
     logits: Tensor
     sequences: list[Running]
 
-    @property
-    def prompts(self) -> list[Waiting]:
-        """The prompts of the sequences."""
-        return [sequence.prompt for sequence in self.sequences]
-
     def add(
         self, sequences: Sequence[Running], caches: Sequence[KVCache], logits: Sequence[Tensor]
     ) -> None:
         """Let sequences join, each with its cache and its (1, vocab) logits."""
         self.sequences += sequences
-        if caches:
-            append_entries(self.cache, caches, self._coming())
+        append_entries(self.cache, caches, self._coming())
         self.logits = torch.cat([self.logits, *logits])
 
     def keep(self, going: Sequence[int]) -> None:
@@ -253,63 +256,32 @@ class Batch:
         )
 
 
-def join(
-    batch: Batch | None, sequences: list[Running], caches: list[KVCache], logits: list[Tensor]
-) -> Batch:
-    """Let sequences join a batch; the first of them begins it where there is none."""
-    if batch is None:
-        batch = Batch(caches.pop(0), logits.pop(0), [sequences.pop(0)])
-    batch.add(sequences, caches, logits)
-    return batch
-
-
 @dataclass(frozen=True)
 class Room:
-    """How many sequences may be in flight."""
+    """How many sequences may be in flight, and the bytes that their caches may take."""
 
     memory: int | None
     sequences: int | None
 
-    def check(self, prompt: Waiting) -> None:
-        if self.memory is not None and prompt.sequence_bytes > self.memory:
-            raise KvtoolError(
-                f"prompt {prompt.index} takes {prompt.sequence_bytes} bytes of cache, "
-                f"and the memory is {self.memory}",
-                hint="give more --memory, or a smaller --budget",
+    def check(self, size: int, what: str, kind: type[KvtoolError] = KvtoolError) -> None:
+        """Refuse a sequence that alone is larger than the memory."""
+        if self.memory is not None and size > self.memory:
+            raise kind(
+                f"{what} takes {size} bytes of cache, and the memory is {self.memory}",
+                hint="more memory, a smaller budget, a shorter text or fewer tokens",
             )
 
-    def admit(self, running: Sequence[Waiting], waiting: deque[Waiting]) -> list[Waiting]:
-        """Take from the queue the prompts that may join those that run."""
-        coming: list[Waiting] = []
-        while waiting and self.takes([*running, *coming], waiting[0]):
-            coming.append(waiting.popleft())
-        return coming
-
-    def takes(self, running: Sequence[Waiting], prompt: Waiting) -> bool:
-        """Return whether one more prompt may join those that run."""
-        count = len(running) + 1
-        if not running:
-            return True
-        if self.sequences is not None and count > self.sequences:
-            return False
-        largest = max(each.sequence_bytes for each in (*running, prompt))
-        return self.memory is None or largest * count <= self.memory
+    def takes(self, batches: Sequence[Sequence[int]]) -> bool:
+        """Return whether batches of sequences of these sizes fit; one alone always does."""
+        count = sum(map(len, batches))
+        few = self.sequences is None or count <= self.sequences
+        fit = self.memory is None or bytes_of(batches) <= self.memory
+        return count == 1 or (few and fit)
 
 
-def _read(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    new_cache: Callable[[], KVCache],
-    prompts: Sequence[Waiting],
-) -> tuple[list[KVCache], list[Tensor]]:
-    """Read each prompt alone: their caches, and the (1, vocab) logits after each."""
-    caches, logits = [], []
-    for prompt in prompts:
-        cache = new_cache()
-        new = prompt.max_new_tokens
-        logits.append(prefill(model, cache, prompt.ids, new_tokens=new, tokenizer=tokenizer))
-        caches.append(cache)
-    return caches, logits
+def bytes_of(batches: Sequence[Sequence[int]]) -> int:
+    """Return the bytes of batches, each of which is as wide as its largest sequence."""
+    return sum(max(sizes) * len(sizes) for sizes in batches if sizes)
 
 
 def begin(

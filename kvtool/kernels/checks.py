@@ -4,9 +4,11 @@ They have padding, empty slots and several tiles. Plain torch runs on the CPU, i
 all that decides which machine code runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,18 +94,17 @@ class _Draw:
         """Draw an order of the places on the last axis."""
         return torch.rand(shape, generator=self._generator, dtype=torch.float32).argsort(-1)
 
-    def shown(self, tensor: Tensor) -> Tensor:
-        """Copy to the device, floats in the dtype of the model."""
-        floats = tensor.is_floating_point()
+    def shown(self, tensor: Tensor | None) -> Any:
+        """Copy to the device what there is; of floats, all but scales in the model's dtype."""
+        if tensor is None:
+            return None
+        floats = tensor.dtype == torch.float32
         return tensor.to(self.kind.device, self.kind.dtype if floats else tensor.dtype, copy=True)
 
-    def placed(self, codes: Tensor, scales: Tensor) -> Pair:
-        """Copy quantised slots to the device as they are."""
-        return codes.to(self.kind.device, copy=True), scales.to(self.kind.device, copy=True)
-
-    def shown_if_any(self, tensor: Tensor | None) -> Tensor | None:
-        """Copy to the device what there is."""
-        return None if tensor is None else self.shown(tensor)
+    def shown_options(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Copy to the device those of some options that are tensors."""
+        tensors = {name: each for name, each in options.items() if isinstance(each, Tensor)}
+        return options | {name: self.shown(each) for name, each in tensors.items()}
 
     def sums(self, slots: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Draw running sums that are not zero, on the device and here."""
@@ -123,14 +124,10 @@ class _Draw:
         return stored
 
     @property
-    def scale(self) -> float:
-        """Return the factor of logits."""
-        return self.kind.head_dim**-0.5
-
-    @property
-    def softcap(self) -> float | None:
-        """Return the soft cap of logits, if the kind has one."""
-        return 3.0 if self.kind.softcap else None
+    def options(self) -> dict[str, Any]:
+        """The factor of logits, and their soft cap if the kind has one."""
+        softcap = 3.0 if self.kind.softcap else None
+        return {"scale": self.kind.head_dim**-0.5, "softcap": softcap}
 
     def sinks(self) -> Tensor | None:
         """Draw logits that take their share without a value, if the kind has them."""
@@ -138,49 +135,31 @@ class _Draw:
 
 
 def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
-    from kvtool.kernels.attend_rows import attend_rows
-    from kvtool.kernels.column_sums import column_sums
+    from kvtool.kernels import attend_rows, column_sums
 
-    shown, scale, softcap = draw.shown, draw.scale, draw.softcap
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, _NEW, draw.kind.head_dim)
     key, value = draw.pairs(_KEPT + _NEW)
     sinks = draw.sinks()
-    window = 2 * _NEW if draw.kind.window else None
+    options = draw.options | {"window": 2 * _NEW if draw.kind.window else None}
     order = torch.arange(_KEPT + _NEW)
     in_order = order[_KEPT:].expand(_ROWS, -1), order.expand(_ROWS, 1, -1)
     for new, stored in (in_order, _ragged(draw)):
-        found = attend_rows(
-            *(shown(query), shown(key), shown(value), shown(new), shown(stored)),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=draw.shown_if_any(sinks),
+        given: Any = (query, key, value, new, stored)
+        found = attend_rows.attend_rows(
+            *map(draw.shown, given),
+            **options,
+            sinks=draw.shown(sinks),
             in_order=stored.shape[1] == 1,
         )
-        expected = reference.attend_rows(
-            *(query, key, value, new, stored),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-        )
+        expected = reference.attend_rows(*given, **options, sinks=sinks)
         real = (new >= 0)[:, None].expand(expected[1].shape)
         for name, one, other in zip(("output", "lse", "seen"), found, expected, strict=True):
             if one is not None:
                 yield name, (one.cpu()[real], other[real])
         sums, plain = draw.sums(_KEPT + _NEW)
-        column_sums(
-            *(shown(query), shown(key), shown(new), shown(stored), found[1], found[2], sums),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
-        reference.column_sums(
-            *(query, key, new, stored, expected[1], expected[2], plain),
-            scale=scale,
-            window=window,
-            softcap=softcap,
-        )
+        seen: Any = (*map(draw.shown, (query, key, new, stored)), *found[1:], sums)
+        column_sums.column_sums(*seen, **options)
+        reference.column_sums(query, key, new, stored, *expected[1:], plain, **options)
         yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
 
 
@@ -195,65 +174,22 @@ def _ragged(draw: _Draw) -> Pair:
     return new, torch.cat([kept, own], 2).to(torch.int32)
 
 
-def _pairs(
-    out: Tensor,
-    weights: Tensor | None,
-    sums: dict[str, Tensor],
-    plain_out: Tensor,
-    plain_weights: Tensor | None,
-    plain: dict[str, Tensor],
-) -> Iterator[tuple[str, Pair]]:
-    """Pair what attention over slots gives with what its reference gives."""
-    yield "output", (out, plain_out)
-    if weights is not None and plain_weights is not None:
-        yield "weights", (weights, plain_weights)
-    yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
-
-
 def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_slots import attend_slots
 
-    shown, scale, softcap = draw.shown, draw.scale, draw.softcap
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     key, value = draw.pairs(_STORED)
     sinks = draw.sinks()
+    slots = (query, key, value)
     sums, plain = draw.sums(_STORED)
-    stored = draw.stored()
-    valid = torch.arange(_ROWS) > 0
-    out, weights = attend_slots(
-        *(shown(query), shown(key), shown(value), shown(stored), sums),
-        scale=scale,
-        softcap=softcap,
-        sinks=draw.shown_if_any(sinks),
-        valid=shown(valid),
-        weights=True,
-    )
-    plain_out, plain_weights = reference.attend_slots(
-        *(query, key, value, stored, plain),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        valid=valid,
-        weights=True,
-    )
-    yield from _pairs(out, weights, sums, plain_out, plain_weights, plain)
+    yield from _pairs(draw, attend_slots, reference.attend_slots, slots, sinks, (sums, plain))
     chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
     for places in (None, chosen.masked_fill(chosen < _STORED // 4, -1)):
-        out, _ = attend_slots(
-            *(shown(query), shown(key), shown(value), draw.shown_if_any(places), {}),
-            scale=scale,
-            softcap=softcap,
-            sinks=draw.shown_if_any(sinks),
-            chosen=shown(chosen),
-        )
-        plain_out, _ = reference.attend_slots(
-            *(query, key, value, places, {}),
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            chosen=chosen,
-        )
-        yield "output", (out, plain_out)
+        given: Any = (*slots, places, {})
+        options = {**draw.options, "sinks": sinks, "chosen": chosen}
+        shown: Any = (*map(draw.shown, given[:-1]), {})
+        out, _ = attend_slots(*shown, **draw.shown_options(options))
+        yield "output", (out, reference.attend_slots(*given, **options)[0])
 
 
 def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
@@ -263,34 +199,27 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     pairs = zip(forms, draw.pairs(_STORED), strict=True)
     key, value = (QUANTISED[form](each) for form, each in pairs)
-    sinks, stored = draw.sinks(), draw.stored()
-    sums, plain = draw.sums(_STORED)
-    valid = torch.arange(_ROWS) > 0
-    out, weights = attend_codes(
-        draw.shown(query),
-        *draw.placed(*key),
-        *draw.placed(*value),
-        draw.shown(stored),
-        sums,
-        forms=forms,
-        value_dim=draw.kind.value_dim,
-        scale=draw.scale,
-        softcap=draw.softcap,
-        sinks=draw.shown_if_any(sinks),
-        valid=draw.shown(valid),
-        weights=True,
-    )
-    plain_out, plain_weights = reference.attend_codes(
-        *(query, *key, *value, stored, plain),
-        forms=forms,
-        value_dim=draw.kind.value_dim,
-        scale=draw.scale,
-        softcap=draw.softcap,
-        sinks=sinks,
-        valid=valid,
-        weights=True,
-    )
-    yield from _pairs(out, weights, sums, plain_out, plain_weights, plain)
+    form: Any = {"forms": forms, "value_dim": draw.kind.value_dim}
+    kernel, plain = partial(attend_codes, **form), partial(reference.attend_codes, **form)
+    slots = (query, *key, *value)
+    yield from _pairs(draw, kernel, plain, slots, draw.sinks(), draw.sums(_STORED))
+
+
+def _pairs(
+    draw: _Draw,
+    kernel: Callable[..., Any],
+    plain: Callable[..., Any],
+    slots: Sequence[Tensor],
+    sinks: Tensor | None,
+    sums: tuple[dict[str, Tensor], dict[str, Tensor]],
+) -> Iterator[tuple[str, Pair]]:
+    """Attend to slots, some of them empty, by a kernel and by its reference."""
+    options = {**draw.options, "sinks": sinks, "valid": torch.arange(_ROWS) > 0, "weights": True}
+    given = (*slots, draw.stored())
+    found = kernel(*map(draw.shown, given), sums[0], **draw.shown_options(options))
+    expected = plain(*given, sums[1], **options)
+    yield from zip(("output", "weights"), zip(found, expected, strict=True), strict=True)
+    yield from ((name, (sums[0][name], sums[1][name])) for name in COLUMNS)
 
 
 def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:

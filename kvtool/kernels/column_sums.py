@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvtool.kernels.tiles import (
     LOG2_E,
+    add_to,
     dense,
     load_tile,
     logits_of,
@@ -100,23 +101,11 @@ def column_sums_kernel(
         for member in range(group):
             head = own * group + member
             line = (batch * heads + head) * q_len + rows
-            tile = load_tile(
-                query + batch * query_batch + head.to(tl.int64) * query_head,
-                rows,
-                query_row,
-                q_len,
-                DIM,
-                DIM_WIDTH,
-            )
+            own_query = query + batch * query_batch + head.to(tl.int64) * query_head
+            tile = load_tile(own_query, rows, query_row, q_len, DIM, DIM_WIDTH)
             if not ONE_KEY_HEAD:
-                keys = load_tile(
-                    key + batch * key_batch + (head // key_share).to(tl.int64) * key_head,
-                    places,
-                    key_row,
-                    kv_len,
-                    DIM,
-                    DIM_WIDTH,
-                )
+                own_key = key + batch * key_batch + (head // key_share).to(tl.int64) * key_head
+                keys = load_tile(own_key, places, key_row, kv_len, DIM, DIM_WIDTH)
             logits = logits_of(tile, keys, scale, softcap, CAPPED)
             norm = tl.load(lse + line, mask=inside, other=0.0)
             exponent = (logits - norm[:, None]) * LOG2_E
@@ -135,17 +124,13 @@ def column_sums_kernel(
 
     line = batch * sums_batch + own.to(tl.int64) * sums_head + places
     if ATTENTION_SUM:
-        sums += tl.load(attention_sum + line, mask=there, other=0.0)
-        tl.store(attention_sum + line, sums, mask=there)
+        add_to(attention_sum, line, sums, there)
     if SQUARE_SUM:
-        squares += tl.load(square_sum + line, mask=there, other=0.0)
-        tl.store(square_sum + line, squares, mask=there)
+        add_to(square_sum, line, squares, there)
     if COUNT:
-        counted += tl.load(count + line, mask=there, other=0.0)
-        tl.store(count + line, counted, mask=there)
+        add_to(count, line, counted, there)
     if ABOVE_AVERAGE:
-        above += tl.load(above_average + line, mask=there, other=0.0)
-        tl.store(above_average + line, above, mask=there)
+        add_to(above_average, line, above, there)
 
 
 def column_sums(

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.tiles import width
+from kvtool.kernels.tiles import add_to, width
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
 _SPLIT = 512  # slots that one program of the first launch reads, at least
@@ -99,18 +99,13 @@ def join_parts_kernel(
 
     line = batch * sums_batch + own.to(tl.int64) * sums_head + places
     if ATTENTION_SUM:
-        old = tl.load(attention_sum + line, mask=there, other=0.0)
-        tl.store(attention_sum + line, old + mean, mask=there)
+        add_to(attention_sum, line, mean, there)
     if SQUARE_SUM:
-        old = tl.load(square_sum + line, mask=there, other=0.0)
-        tl.store(square_sum + line, old + mean * mean, mask=there)
+        add_to(square_sum, line, mean * mean, there)
     if COUNT:
-        old = tl.load(count + line, mask=there, other=0.0)
-        tl.store(count + line, old + stored.to(tl.float32) * counts, mask=there)
+        add_to(count, line, stored.to(tl.float32) * counts, there)
     if ABOVE_AVERAGE:
-        old = tl.load(above_average + line, mask=there, other=0.0)
-        above = (mean * seen >= LEAST).to(tl.float32)
-        tl.store(above_average + line, old + above, mask=there)
+        add_to(above_average, line, (mean * seen >= LEAST).to(tl.float32), there)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ The kernels are compared with these, in tests and on a device that they are abou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,26 +143,12 @@ def attend_codes(
     *,
     forms: tuple[str, str],
     value_dim: int,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    valid: Tensor | None = None,
-    weights: bool = False,
+    **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `kvtool.kernels.attend_codes.attend_codes` does, in float32."""
     of_keys, of_values = (_DEQUANTISED[form] for form in forms)
-    out, found = attend_slots(
-        query.float(),
-        of_keys(key_codes, key_scales),
-        of_values(value_codes, value_scales),
-        positions,
-        sums,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        valid=valid,
-        weights=weights,
-    )
+    key, value = of_keys(key_codes, key_scales), of_values(value_codes, value_scales)
+    out, found = attend_slots(query.float(), key, value, positions, sums, **options)
     return out.view(*query.shape[:3], value_dim).to(query.dtype), found
 
 

@@ -84,6 +84,12 @@ def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 
 @triton.jit
+def add_to(base, places, numbers, there):
+    """Add numbers to a row in memory, where it is there."""
+    tl.store(base + places, tl.load(base + places, mask=there, other=0.0) + numbers, mask=there)
+
+
+@triton.jit
 def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
     """Compute scaled dot products of two tiles in float32, soft-capped where the model does so."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale

@@ -63,8 +63,7 @@ def allocate(
     """
     if not all(math.isfinite(weight) for weight in log_weights):
         raise ValueError("a weight is infinite or no number")
-    min_budgets, max_budgets = _limits(len(log_weights), min_budgets, max_budgets)
-    possible = min(max(int(total), sum(min_budgets)), sum(max_budgets))
+    possible, min_budgets, max_budgets = _limits(total, min_budgets, max_budgets)
     shares = _fill(_near(log_weights, max(max_budgets)), possible, min_budgets, max_budgets)
     floors = [math.floor(share + _WHOLE) for share in shares]
     return Allocation(_round(shares, floors, possible, min_budgets, max_budgets), int(total))
@@ -81,26 +80,18 @@ def allocate_by_counts(
     Args:
         counts: 1 or more each.
     """
-    if any(count < 1 for count in counts):
-        raise ValueError("a count is below 1")
-    min_budgets, max_budgets = _limits(len(counts), min_budgets, max_budgets)
-    possible = min(max(int(total), sum(min_budgets)), sum(max_budgets))
+    possible, min_budgets, max_budgets = _limits(total, min_budgets, max_budgets)
     shares = _fill_exactly(counts, possible, min_budgets, max_budgets)
     floors = [math.floor(share) for share in shares]
     return Allocation(_round(shares, floors, possible, min_budgets, max_budgets), int(total))
 
 
 def _limits(
-    layers: int, min_budgets: Sequence[int], max_budgets: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Return the limits as lists of integers, and refuse what are none."""
-    if not layers == len(min_budgets) == len(max_budgets) > 0:
-        raise ValueError(
-            f"{layers} weights, {len(min_budgets)} lower and {len(max_budgets)} upper limits"
-        )
-    if any(not 0 <= low <= high for low, high in zip(min_budgets, max_budgets, strict=True)):
-        raise ValueError("a lower limit is negative or above its upper limit")
-    return [int(low) for low in min_budgets], [int(high) for high in max_budgets]
+    total: int, min_budgets: Sequence[int], max_budgets: Sequence[int]
+) -> tuple[int, list[int], list[int]]:
+    """Return the possible total, and the limits as lists of integers."""
+    low, high = list(map(int, min_budgets)), list(map(int, max_budgets))
+    return min(max(int(total), sum(low)), sum(high)), low, high
 
 
 def _near(log_weights: Sequence[float], most: int) -> list[float]:

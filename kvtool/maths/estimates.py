@@ -1,4 +1,4 @@
-"""What readers estimate logits by: some channels, bounds of pages, principal components of keys."""
+"""Estimates of logits, for readers: channels, bounds of pages, principal components of keys."""
 
 from __future__ import annotations
 

@@ -89,11 +89,7 @@ def from_int4(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scaled(numbers: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """Divide by the scales of the last axis, to magnitudes of at most `largest`.
-
-    Returns:
-        New float32 of the same shape, and float16 (.., 1).
-    """
+    """Divide by the scales of the last axis, float16 (.., 1), to magnitudes up to `largest`."""
     numbers = numbers.float()
     peak = torch.linalg.vector_norm(numbers, float("inf"), -1, keepdim=True)
     limits = torch.finfo(torch.float16)

@@ -77,12 +77,7 @@ def add_causal_columns(
 
 
 def _add_tile(sums: dict[str, Tensor], by_head: Tensor | None, weights: Tensor, start: int) -> None:
-    """Add what some keys receive from the queries at `start` and behind it.
-
-    Args:
-        sums, by_head: (keys) each and (group, keys).
-        weights: (group, rows, keys).
-    """
+    """Add what some keys receive, (group, rows, keys), from the queries at `start` and behind."""
     group, rows, _ = weights.shape
     if by_head is not None:
         found = weights.sum(1)

@@ -60,11 +60,7 @@ def find_adapter(model: str | None) -> Adapter | None:
 
 
 def check_adapter(adapter: Adapter) -> None:
-    """Refuse an adapter that cannot be merged here, whatever its base is.
-
-    Raises:
-        UsageError: peft is missing, or the adapter is no change of weights.
-    """
+    """Refuse an adapter that cannot be merged here, whatever its base is."""
     message = f"model folder `{adapter.name}` is an adapter ({adapter.kind}) of `{adapter.base}`"
     if adapter.kind in _PROMPTS:
         raise UsageError(

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
 from kvtool.garbage import collect_as_usual
 from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder, find_source
 from kvtool.models.load import CHECKPOINT, Loaded, load, load_config, load_tokenizer
 from kvtool.models.notes import model_note
+from kvtool.models.placement import free_memory, weight_bytes
+from kvtool.planning.parameters import Bits
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,33 @@ class ModelSource:
         """Whether the model comes from a folder on this machine."""
         return self.loaded is None and find_source(self.name).is_here
 
+    def device_memory(
+        self,
+        config: Any,
+        dtype: str,
+        device: str,
+        *,
+        spread: bool = False,
+        bits: Bits | None = None,
+        memory: int | None = None,
+    ) -> DeviceMemory:
+        """Estimate what the weights will take of a device, and what is free there.
+
+        The weights of a loaded model are in what is not free.
+
+        Args:
+            device: `cpu`, `cuda` or `cuda:1`.
+            spread: whether the model is spread over all GPUs.
+            bits: as for `weight_bytes`.
+            memory: of the device, in bytes; None: what is free there.
+        """
+        if self.loaded is not None:
+            place, free = free_memory(str(self.loaded.model.device))
+            return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
+        place, free = (device, memory) if memory else free_memory(device, spread=spread)
+        weights = weight_bytes(config, dtype, self.where, bits=bits, name=self.name)
+        return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)
+
     def note(self) -> str | None:
         """Say which model it is, where the user has named none or the hub is asked."""
         return None if self.loaded is not None else model_note(self.name)
@@ -98,11 +128,6 @@ class ModelSource:
 
         A model that its caller has loaded runs afterwards what it ran before, once no other thread
         uses it here.
-
-        Args:
-            note: gets the limits of the model's family.
-            progress: show on stderr how far a download is.
-            keep: leave the model attached, unless what is done with it fails.
         """
         loaded = self.loaded
         if loaded is None:

@@ -6,6 +6,8 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from operator import eq
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvtool.documents.messages import Message
@@ -98,11 +100,7 @@ class Frame:
         return self.opened(messages)
 
     def follow(self, messages: Sequence[Message], answer: Answer) -> Piece:
-        """Return what goes on from an answer up to where the next one begins.
-
-        Args:
-            messages: all of them; the last two are the answer and the reply to it.
-        """
+        """Return what goes on from an answer up to where the next one begins."""
         asked = self.message(messages[-1].content)
         return Piece("", answer.cut_from(self.next) + asked + self.closing)
 
@@ -150,10 +148,6 @@ class TemplateFrame(Frame):
     def behind(self, whole: str, read: str, answer: Answer) -> Piece:
         """Return what goes on from an answer, which stays as the model has said it.
 
-        Args:
-            whole: the text of all messages, those behind the answer, too.
-            read: the text up to where the answer begins.
-
         Raises:
             UsageError: the text does not go on from what has been read.
         """
@@ -193,14 +187,7 @@ def common_start(one: str, other: str) -> str:
     >>> common_start("tea", "ten"), common_start("a", "b"), common_start("a", "ab")
     ('te', '', 'a')
     """
-    low, high = 0, min(len(one), len(other))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if one[low:middle] == other[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return one[:low]
+    return one[: sum(1 for _ in takewhile(bool, map(eq, one, other)))]
 
 
 def rest_behind(whole: str, read: str) -> str:

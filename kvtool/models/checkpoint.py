@@ -70,22 +70,14 @@ class Checkpoint:
         return config
 
     def tokenizer(self, own: str | None) -> Any:
-        """Read the tokenizer.
-
-        Args:
-            own: the folder of an adapter that brings one along.
-        """
+        """Read the tokenizer."""
         with in_one_line("tokenizer", self.name, self.where):
             if own is None and self.source.gguf is not None:
                 return load_gguf_tokenizer(self.name, self.source.gguf)
             return AutoTokenizer.from_pretrained(own or self.source.place, **self.where)
 
     def weights(self, progress: bool, **options: Any) -> Any:
-        """Read the weights into a model.
-
-        Args:
-            options: of `from_pretrained`.
-        """
+        """Read the weights into a model."""
         if self.source.gguf is not None:
             gguf, config = self.source.gguf, self.config
             model, info = load_gguf_weights(gguf, progress, config=config, **options)
@@ -258,14 +250,7 @@ RULES: dict[str, Callable[[], Any]] = {
 
 
 def check_splits(name: str, header: GgufHeader) -> None:
-    """Refuse a file whose rule is not known; vocabularies with scores are split by none.
-
-    Args:
-        name: of the model.
-
-    Raises:
-        KvtoolError: the rule is unknown, or transformers is too old for GGUF files.
-    """
+    """Refuse a file whose rule is not known; vocabularies with scores are split by none."""
     splits = gguf_splits()
     if header.text("tokenizer.ggml.model") != "gpt2":
         return

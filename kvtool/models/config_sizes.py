@@ -43,13 +43,6 @@ def check_sizes(name: str, data: Mapping[str, Any]) -> None:
     """Refuse sizes that are numbers, but not of layers, heads or tokens.
 
     An entry of another kind (a list for each layer, nothing) is left to who reads it.
-
-    Args:
-        name: of the model.
-        data: the whole of a config.json.
-
-    Raises:
-        KvtoolError: a size that is negative, 0, no whole number or too large; too deep a nesting.
     """
     texts = [data, *(data.get(key) for key in _TEXT_PARTS)]
     for part in _parts(name, data):
@@ -57,7 +50,8 @@ def check_sizes(name: str, data: Mapping[str, Any]) -> None:
         unused = {"head_dim"} if part.get("kv_lora_rank") else set()
         unused |= {"sliding_window"} if part.get("use_sliding_window") is False else set()
         for key in _BOUNDS if text else _LAYERS:
-            value, (least, most) = part.get(key), _BOUNDS[key]
+            value: Any = part.get(key)
+            least, most = _BOUNDS[key]
             least = least if text and key not in unused else 0
             if type(value) not in (int, float):
                 continue

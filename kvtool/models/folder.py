@@ -96,9 +96,6 @@ def find_source(model: str | None) -> Source:
 def check_folder(model: str | None, *, config_only: bool = False) -> None:
     """Refuse, without importing torch, a model folder that lacks what loading needs.
 
-    Args:
-        config_only: whether neither weights nor a tokenizer will be needed.
-
     Raises:
         UsageError: the folder, its config.json, its weights or its tokenizer is missing.
     """
@@ -160,19 +157,14 @@ def _check_weights(name: str, folder: Path) -> None:
 
 def _read_shards(index: Path) -> list[str]:
     try:
-        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+        shards = json.loads(index.read_bytes())["weight_map"].values()
+        return sorted({PurePath(shard).as_posix() for shard in shards})
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"`{index}` is not an index of weight files") from None
-    if not all(isinstance(shard, str) for shard in shards):
-        raise UsageError(f"`{index}` is not an index of weight files")
-    return sorted(shards)
 
 
 def _check_inside(index: Path, shard: str) -> None:
-    """Refuse a weight file that an index places outside of its folder.
-
-    In the hub's cache a file of a snapshot is a link into the `blobs` of the same model.
-    """
+    """Refuse a weight file that an index places outside of its folder."""
     folder = index.parent.resolve()
     places = [folder]
     if folder.parent.name == "snapshots":
@@ -197,11 +189,7 @@ _QUANTISED = {"gptq": "GPTQ", "awq": "AWQ"}  # others are called as they are nam
 
 @contextlib.contextmanager
 def library_output_on_stderr(progress: bool) -> Iterator[None]:
-    """Keep what libraries print while loading off stdout, and their advice quiet.
-
-    Args:
-        progress: whether the hub may show how far a download is.
-    """
+    """Keep what libraries print while loading off stdout, and their advice quiet."""
     from huggingface_hub.utils import enable_progress_bars
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging as transformers
@@ -224,11 +212,7 @@ def library_output_on_stderr(progress: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_one_line(part: str, name: str, where: Mapping[str, Any]) -> Iterator[None]:
-    """Turn whatever a library raises about a foreign checkpoint into one line with a hint.
-
-    Args:
-        where: how the checkpoint was asked for, in transformers' words.
-    """
+    """Turn whatever a library raises about a foreign checkpoint into one line with a hint."""
     try:
         yield
     except KvtoolError:
@@ -261,15 +245,7 @@ def named_if_quantised(name: str, config: Any) -> Iterator[None]:
 
 
 def check_tensors(name: str, info: Mapping[str, Any]) -> None:
-    """Refuse weights of other shapes, and weights that lack some.
-
-    Args:
-        name: of the model.
-        info: of the weights, as `from_pretrained` returns it.
-
-    Raises:
-        KvtoolError: they do not fit.
-    """
+    """Refuse weights of other shapes, and weights that lack some."""
     if info["mismatched_keys"]:
         tensor, stored, expected = sorted(info["mismatched_keys"])[0]
         raise KvtoolError(
@@ -357,9 +333,6 @@ def check_hub(model: str | None, revision: str | None = None) -> None:
 
     What the hub's cache holds already is not asked for. There is one request, without retries; a
     hub that is there but unwell is left to those of transformers.
-
-    Raises:
-        UsageError, KvtoolError: as `kvtool.models.load.load`.
     """
     if model is None or find_source(model).is_here:
         return
@@ -374,23 +347,13 @@ def check_hub_data(name: str) -> None:
     """Refuse a dataset of a hub that cannot be reached, unless the hub's cache has some of it.
 
     There is one request, without retries; what the hub answers is left to who reads the data.
-
-    Raises:
-        Unreachable: there is no answer.
     """
     away = Unreachable(f"the hub cannot be reached for data `{name}`")
     _ask_hub(name, "README.md", away, repo_type="dataset")
 
 
 def _ask_hub(place: str, file: str, away: Unreachable, **where: Any) -> Exception | None:
-    """Ask for a file unless the hub's cache has it; a hub that is unwell is left to transformers.
-
-    Args:
-        away: raised where there is no answer.
-
-    Returns:
-        What the hub says where it has no such repository, or not for everybody.
-    """
+    """Ask for a file unless the hub's cache has it; return what the hub refuses."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     try:

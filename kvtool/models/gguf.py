@@ -94,9 +94,6 @@ def check_gguf(name: str, gguf: GgufFile) -> None:
 
     Of a file on the hub nothing is known before it is here.
 
-    Args:
-        name: of the model.
-
     Raises:
         UsageError: a package is missing, or the file is none that holds a model.
     """
@@ -142,9 +139,6 @@ class GgufHeader:
 
 def read_header(path: Path, name: str) -> GgufHeader:
     """Read the head of a file.
-
-    Args:
-        name: what the file is called in messages.
 
     Raises:
         UsageError: no GGUF file, or not a whole one.
@@ -218,11 +212,7 @@ class _Reader:
 
 
 def read_model_header(name: str, gguf: GgufFile) -> GgufHeader:
-    """Read the head of a file that holds a whole model.
-
-    Raises:
-        UsageError: it does not.
-    """
+    """Read the head of a file that holds a whole model."""
     try:
         header = read_header(gguf.path, name)
     except OSError as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.documents.files import write_folder
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.models.adapter import find_adapter, merge_adapter
@@ -21,6 +22,7 @@ from kvtool.models.folder import (
     named_if_quantised,
     tokenizer_folder,
 )
+from kvtool.models.gguf import GgufFile
 from kvtool.models.placement import (
     check_attention,
     check_processes,
@@ -36,7 +38,6 @@ from kvtool.transformers_versions import reads_plain_configs
 
 if TYPE_CHECKING:
     from kvtool.models.checkpoint import Checkpoint
-    from kvtool.models.gguf import GgufFile
 
 CHECKPOINT = ("revision", "trust_remote_code")
 """Arguments of `load` that say which files of a checkpoint are read, and how."""
@@ -92,23 +93,17 @@ def load(
     place = resolve_device(device, device_map)
     if tensor_parallel:
         check_processes(device, device_map)
-        if given != model:
-            raise UsageError(
-                f"model folder `{given}` is an adapter, and --tensor-parallel takes whole models"
-            )
     check_attention(attn_implementation, place)
     source = find_source(model)
     name = source.name
     if quantize is not None:
-        check_quantise(source, place, adapter=given != model, split=tensor_parallel)
+        check_quantise(place, split=tensor_parallel)
+        _check_plain_folder(source, "--quantize", adapter=given != model)
     with library_output_on_stderr(progress):
         if source.gguf is not None and is_smollm2(name):
             source = _unpack_once(name, source.gguf, progress)
-        if tensor_parallel and source.gguf is not None:
-            raise UsageError(
-                f"model `{name}` is a GGUF file, and --tensor-parallel takes folders",
-                hint=f"kvtool convert {name} FOLDER",
-            )
+        if tensor_parallel:
+            _check_plain_folder(source, "--tensor-parallel", adapter=given != model)
         found = _open(source, revision, trust_remote_code)
         config, where = found.config, found.where
         split = split_over_processes(config) if tensor_parallel else {}
@@ -142,9 +137,6 @@ def load_tokenizer(
 
     Returns:
         The tokenizer and the configuration.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
     """
     check_folder(model)
     base, revision = base_of(model, revision)
@@ -157,11 +149,7 @@ def load_tokenizer(
 def load_config(
     model: str | None = None, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load a model's configuration alone: a folder needs no more than its config.json.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
-    """
+    """Load a model's configuration alone: a folder needs no more than its config.json."""
     check_folder(model, config_only=True)
     model, revision = base_of(model, revision)
     check_hub(model, revision)
@@ -172,14 +160,8 @@ def load_config(
 def read_config(model: str | None = None, **where: Any) -> Any:
     """Read what planning asks of a configuration: a folder's config.json itself where it is plain.
 
-    Args:
-        where: as for `load_config`, which reads all others.
-
     Returns:
         A `PlainConfig`, or a transformers configuration.
-
-    Raises:
-        UsageError, KvtoolError: as `load`.
     """
     check_folder(model, config_only=True)
     source = find_source(base_of(model)[0])
@@ -189,6 +171,17 @@ def read_config(model: str | None = None, **where: Any) -> Any:
         if plain is not None:
             return plain
     return load_config(model, **where)
+
+
+def _check_plain_folder(source: Source, option: str, *, adapter: bool) -> None:
+    """Refuse an option that takes folders of whole models for a GGUF file or an adapter."""
+    if source.gguf is not None:
+        raise UsageError(
+            f"model `{source.name}` is a GGUF file, and {option} takes folders",
+            hint=f"kvtool convert {source.name} FOLDER",
+        )
+    if adapter:
+        raise UsageError(f"{option} takes whole models, and this is an adapter")
 
 
 def _open(source: Source, revision: str | None, trust_remote_code: bool) -> Checkpoint:
@@ -206,3 +199,39 @@ def _unpack_once(name: str, gguf: GgufFile, progress: bool) -> Source:
     with in_one_line("weights", name, {}):
         unpack_once(gguf, lambda folder: fill_folder(name, gguf, folder, "bfloat16", progress))
     return find_source(name)
+
+
+def find_file(model: str) -> GgufFile:
+    """Return the GGUF file that a model's name is for, once all is checked that can be.
+
+    Raises:
+        UsageError: there is no such file, or it holds no model.
+    """
+    check_folder(model)
+    gguf = find_source(model).gguf
+    if gguf is None:
+        raise UsageError(f"`{model}` is no GGUF file", hint="kvtool convert FILE.gguf FOLDER")
+    return gguf
+
+
+def convert(
+    model: str, folder: Path, *, dtype: str = "auto", revision: str | None = None, progress: bool
+) -> None:
+    """Write the model of a GGUF file into a folder, which appears whole or not at all.
+
+    Args:
+        model: a file, a folder with one, or `REPO:FILE.gguf`.
+        folder: where nothing is, or an empty folder.
+        dtype: of the weights, by name; `auto`: the file's own, `bfloat16` where they are packed.
+        progress: show on stderr how far it is.
+
+    Raises:
+        UsageError, KvtoolError: the file cannot be read, or the folder cannot be written.
+    """
+    gguf = find_file(model)
+    check_hub(model, revision)
+    from kvtool.models.checkpoint import bring_here, fill_folder
+
+    with library_output_on_stderr(progress), in_one_line("weights", model, {}):
+        found = bring_here(model, gguf, revision)
+        write_folder(folder, lambda into: fill_folder(model, found, into, dtype, progress))

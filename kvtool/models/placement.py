@@ -14,19 +14,15 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.lazy_torch import torch
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import find_source, in_one_line, library_output_on_stderr
 from kvtool.models.quantised import checkpoint_bytes, linear_layers
 from kvtool.planning.parameters import Bits, is_quantised
 from kvtool.processes import started
-
-if TYPE_CHECKING:
-    import torch
-
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -35,16 +31,11 @@ def resolve_device(device: str, device_map: str | None = None, *, elsewhere: boo
     """Turn `auto` into a device of this machine, and refuse one that it does not have.
 
     Of several processes on a machine, each takes a GPU of its own for `auto`.
-
-    Args:
-        elsewhere: whether it is a GPU that need not be here, of which nothing is asked.
     """
     if elsewhere:
         return "cuda"
     if device == "auto" and device_map is None and _has_no_cuda():
         return "cpu"
-    import torch
-
     if device_map is not None and device != "auto":
         raise UsageError("--device and --device-map exclude each other; keep one")
     if device_map is not None and device_map not in _MAPS:
@@ -65,15 +56,7 @@ def _has_no_cuda() -> bool:
 
 
 def _check_device(device: str, flag: str, wrong: str, besides: Sequence[str]) -> None:
-    """Refuse what is no device, and one that this machine does not have.
-
-    Args:
-        flag: where it was given.
-        wrong: what is wrong with it.
-        besides: what else could be given.
-    """
-    import torch
-
+    """Refuse what is no device, and one that this machine does not have."""
     try:
         kind = torch.device(device).type
     except RuntimeError:
@@ -95,8 +78,6 @@ def resolve_dtype(dtype: str, device: str) -> str:
 
 
 def torch_dtype(dtype: str, device: str, device_map: str | None) -> str | torch.dtype:
-    import torch
-
     resolved = resolve_dtype(dtype, "cuda" if device_map and device != "cpu" else device)
     return "auto" if resolved == "auto" else getattr(torch, resolved)
 
@@ -168,8 +149,6 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
     Returns:
         The device or devices, and None where the system does not say.
     """
-    import torch
-
     kind = torch.device(device).type
     if kind in ("cpu", "mps") or (kind == "cuda" and not torch.cuda.is_available()):
         return "cpu" if kind == "cuda" else kind, _free_ram()
@@ -184,10 +163,7 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
 
 
 def _free_ram() -> int | None:
-    """Return the memory that a process may still take: the machine's, or its container's if less.
-
-    What only caches files counts as free.
-    """
+    """Return the memory that a process may still take; what only caches files is free."""
     found = [_of_machine(), _of_group(_GROUP, "memory.max", "memory.current", "inactive_file")]
     names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     found.append(_of_group(_GROUP_OLD, *names))
@@ -242,7 +218,6 @@ def weight_bytes(
     """
     if is_quantised(config):
         return checkpoint_bytes(find_source(name)) if name is not None else None
-    import torch
     from transformers import AutoModelForCausalLM
 
     wanted = getattr(torch, stored_dtype(config, dtype))
@@ -259,27 +234,3 @@ def weight_bytes(
         return whole
     layers = linear_layers(model)
     return whole + sum(each.bytes(bits) - each.numbers * wanted.itemsize for each in layers)
-
-
-def device_memory(
-    config: Any,
-    dtype: str,
-    device: str,
-    where: Mapping[str, Any] = MappingProxyType({}),
-    *,
-    spread: bool = False,
-    bits: Bits | None = None,
-    name: str | None = None,
-    memory: int | None = None,
-) -> DeviceMemory:
-    """Estimate what a model's weights will take of a device, and what is free there.
-
-    Args:
-        device: `cpu`, `cuda` or `cuda:1`.
-        spread: whether the model is spread over all GPUs.
-        bits, name: as for `weight_bytes`.
-        memory: of the device, in bytes; None: what is free there.
-    """
-    place, free = (device, memory) if memory else free_memory(device, spread=spread)
-    weights = weight_bytes(config, dtype, where, bits=bits, name=name)
-    return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

@@ -8,53 +8,30 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvtool.errors import UsageError
 from kvtool.extras import require
+from kvtool.lazy_torch import torch
 from kvtool.model_shape import stored_dtype
 from kvtool.models.folder import Source
-from kvtool.planning.parameters import Bits, Matrix, is_quantised, stored_bytes
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from kvtool.planning.parameters import Bits, Matrix, folder_bytes, is_quantised
 
 _KINDS = ("cpu", "cuda", "xpu")  # of devices that bitsandbytes runs on
 
 
-def check_quantise(source: Source, device: str, *, adapter: bool, split: bool) -> None:
-    """Refuse to load weights in fewer bits where that cannot work, before they are looked for.
-
-    Args:
-        device: where the model will run.
-        adapter: whether an adapter goes into the weights.
-        split: whether layers are split over processes.
-
-    Raises:
-        UsageError: the package is not there; a device, a file or a way of loading without it.
-    """
+def check_quantise(device: str, *, split: bool) -> None:
+    """Refuse to load weights in fewer bits on a device, or in a way, that cannot do so."""
     kind = device.partition(":")[0]
     if kind not in _KINDS:
         raise UsageError(f"--quantize runs on {', '.join(_KINDS)}, not on {kind}")
-    if source.gguf is not None:
-        raise UsageError(
-            f"model `{source.name}` is a GGUF file, and --quantize takes folders",
-            hint=f"kvtool convert {source.name} FOLDER",
-        )
-    if adapter:
-        raise UsageError("--quantize takes whole models, and this is an adapter")
     if split:
         raise UsageError("--quantize and --tensor-parallel exclude each other; keep one")
     require("bitsandbytes", needed_by="--quantize")
 
 
 def check_plain(source: Source, config: Any) -> None:
-    """Refuse to quantise a checkpoint that is quantised already.
-
-    Raises:
-        UsageError: it is.
-    """
+    """Refuse to quantise a checkpoint that is quantised already."""
     if is_quantised(config):
         raise UsageError(
             f"the weights of `{source.name}` are quantised already", hint="leave out --quantize"
@@ -74,7 +51,6 @@ def loading_options(
     """
     if bits is None:
         return {"device_map": {"": device}} if _by_bitsandbytes(config) else {}
-    import torch
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every product
@@ -98,18 +74,17 @@ def _by_bitsandbytes(config: Any) -> bool:
 
 def checkpoint_bytes(source: Source) -> int | None:
     """Count the bytes of the tensors of a checkpoint that is quantised; None: it is not here."""
-    return stored_bytes(Path(source.place)) if source.is_here else None
+    return folder_bytes(Path(source.place)) if source.is_here else None
 
 
-def linear_layers(model: nn.Module) -> list[Matrix]:
+def linear_layers(model: torch.nn.Module) -> list[Matrix]:
     """Return the layers of a model that bitsandbytes stores in fewer bits: all but the head."""
-    from torch import nn
     from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()  # type: ignore[operator]
     found = []
     for module in model.modules():
-        if type(module) in (nn.Linear, Conv1D) and module is not head:
+        if type(module) in (torch.nn.Linear, Conv1D) and module is not head:
             rows, columns = module.weight.shape  # type: ignore[misc]
             found.append(Matrix(rows, columns))
     return found

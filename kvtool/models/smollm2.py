@@ -62,10 +62,6 @@ def find_smollm2() -> GgufFile | None:
 def unpack_once(gguf: GgufFile, fill: Callable[[Path], object]) -> None:
     """Make the folder unless another process has made it meanwhile.
 
-    Args:
-        gguf: the package's file.
-        fill: writes the model into a folder.
-
     Raises:
         KvtoolError: the user's cache cannot be written.
     """
@@ -127,11 +123,7 @@ def _hash(file: Path) -> str:
 
 
 def _is_whole(folder: Path, source: Path | None) -> bool:
-    """Return whether a folder is as it was made, from this file of the package.
-
-    Args:
-        source: None: the package is gone, and only the folder is checked.
-    """
+    """Return whether a folder is as it was made, from this file of the package."""
     try:
         seal = json.loads((folder / _SEAL).read_bytes())
         files = seal["files"]

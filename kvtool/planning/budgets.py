@@ -17,9 +17,11 @@ from kvtool.planning.bytes import (
     Reading,
     Text,
     forecast,
+    free_of,
     stored_bytes,
 )
 from kvtool.planning.rocketkv_stages import (
+    LayerStages,
     pairs_of,
     planned_stages,
     sized_reader,
@@ -54,17 +56,31 @@ def even_budgets(
     Raises:
         UsageError: a budget too small for RocketKV's plan.
     """
-    free = [layer for layer in layers if layer is not None and layer.window is None]
+    free, n, stored = free_of(layers), text.prompt, min(tokens, text.prompt)
     if policy is None or policy.reader is None or not free:
         return [LayerBudget(tokens)] * len(free)
-    stored, pairs, length = min(tokens, text.prompt), tokens, text.prompt
     if policy.budget_is_traffic:
-        stored = tokens_left(policy, pairs, text.prompt, text.new)
-    else:
+        stored = tokens_left(policy, tokens, n, text.new)
+    return [_read_budget(policy, stored, tokens, n, free[0].key_dim, text.new)] * len(free)
+
+
+def _read_budget(
+    policy: Policy,
+    stored: int,
+    pairs: int,
+    n: int,
+    head_dim: int,
+    new: int,
+    stages: LayerStages | None = None,
+) -> LayerBudget:
+    """Return the budget of a layer that a reader reads; `pairs` where the budget is traffic."""
+    assert policy.reader is not None, "the policy reads part of what it stores"
+    length = n
+    if not policy.budget_is_traffic:
         pairs, length = pairs_of(policy.reader), stored
-    at_end = text.prompt if policy.select_only else stored
-    reader = sized_reader(policy, pairs, length, at_end, free[0].key_dim, text.new)
-    return [LayerBudget(stored, Reading(pairs, reader))] * len(free)
+    at_end = n if policy.select_only else stored
+    reader = sized_reader(policy, pairs, length, at_end, head_dim, new, stages)
+    return LayerBudget(stored, Reading(pairs, reader))
 
 
 def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[LayerBudget]:
@@ -82,18 +98,13 @@ def planned_budgets(plan: PlanDocument, policy: Policy | None, n: int) -> list[L
     new, head_dim, budgets = plan.target.max_new_tokens, plan.model.key_dim, []
     planned = planned_stages(plan, policy, n)
     for place, count in enumerate(free):
-        stored, pairs, length = min(count, n), count, n
-        if not policy.budget_is_traffic:
-            pairs, length = pairs_of(policy.reader), stored
-        elif planned is None:
-            stored = tokens_left(policy, pairs, n, new)
-        else:
-            pairs = planned.pairs[place]
+        stored, pairs, stages = min(count, n), count, None
+        if planned is not None:
+            pairs, stages = planned.pairs[place], planned.of_layer(place)
             stored = min(n, planned.kept[place]) if policy.two_stages else n
-        at_end = n if policy.select_only else stored
-        stages = None if planned is None else planned.of_layer(place)
-        reader = sized_reader(policy, pairs, length, at_end, head_dim, new, stages)
-        budgets.append(LayerBudget(stored, Reading(pairs, reader)))
+        elif policy.budget_is_traffic:
+            stored = tokens_left(policy, pairs, n, new)
+        budgets.append(_read_budget(policy, stored, pairs, n, head_dim, new, stages))
     return budgets
 
 
@@ -155,7 +166,7 @@ def layer_budgets(
         mean = budget.for_prompt(text.prompt)
         if mean < text.prompt:
             policy.check_budget(mean)
-    free = sum(layer is not None and layer.window is None for layer in layers)
+    free = len(free_of(layers))
     if policy.allocator is None or free == 0:
         return even_budgets(policy, mean, layers, text)
     split = AllocatedSplit(policy, free)
@@ -214,5 +225,5 @@ def tokens_for_bytes(
 
 def _token_bytes(policy: Policy, layers: Sequence[LayerShape | None]) -> int:
     """Return the bytes of a token in all layers whose budget is free, 1 where there are none."""
-    free = [layer for layer in layers if layer is not None and layer.window is None]
-    return sum(layer.kv_heads * stored_bytes(layer, policy.codec) for layer in free) or 1
+    sizes = (layer.kv_heads * stored_bytes(layer, policy.codec) for layer in free_of(layers))
+    return sum(sizes) or 1

@@ -87,6 +87,11 @@ def of_layers(layers: Sequence[LayerShape | None], count: Callable[[LayerShape],
     return [known[id(layer)] for layer in layers]
 
 
+def free_of(layers: Sequence[LayerShape | None]) -> list[LayerShape]:
+    """Return the layers whose budget is free: with attention, and without a window."""
+    return [layer for layer in layers if layer is not None and layer.window is None]
+
+
 def check_dims(policy: Policy | None, layers: Sequence[LayerShape | None]) -> None:
     """Refuse a policy whose codec cannot store the keys or values of a layer.
 
@@ -200,7 +205,7 @@ def forecast(
         layers: of the model in order, None for one without attention.
         budgets: of those without a window, in order.
     """
-    free = [layer for layer in layers if layer is not None and layer.window is None]
+    free = free_of(layers)
     counts = [(0, 0, 0, 0)]
     if free and policy is not None and policy.score.layer_tokens == "same":
         counts = [(_shared(policy, free[0], budgets[0], text), 0, 0, 0)]

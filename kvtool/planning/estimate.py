@@ -10,7 +10,15 @@ from kvtool.documents.memory import CacheMemory, DeviceMemory
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.planning.budgets import layer_budgets, planned_heads, tokens_for_bytes
-from kvtool.planning.bytes import LayerBudget, Text, check_dims, forecast, kv_bytes, tokens_held
+from kvtool.planning.bytes import (
+    LayerBudget,
+    Text,
+    check_dims,
+    forecast,
+    free_of,
+    kv_bytes,
+    tokens_held,
+)
 from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
 from kvtool.planning.variants import Variant
 from kvtool.policies.policy import Policy, reads_whole
@@ -123,7 +131,7 @@ def _on_host(
 ) -> int:
     if policy.on_evict is None:
         return 0
-    free = [layer for layer in layers if layer is not None and layer.window is None]
+    free = free_of(layers)
     grows = text.new if policy.when == "always" else 0
     return text.sequences * sum(
         policy.on_evict.host_bytes(layer, max(0, text.prompt + grows - budget.tokens))
@@ -184,7 +192,7 @@ def check_bytes(config: Any, dtype: str, variants: Sequence[Variant]) -> None:
     """
     layers = layer_shapes(config, dtype)
     text = Text(0, vocabulary=config.get_text_config(decoder=True).vocab_size)
-    free = any(layer is not None and layer.window is None for layer in layers)
+    free = free_of(layers)
     for variant in variants:
         check_dims(variant.policy, layers)
         if free and variant.budget is not None and variant.budget.bytes is not None:

@@ -9,7 +9,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import product
 from typing import Any
 
@@ -316,18 +316,18 @@ def choose_bytes(runs: Sequence[Run], asked: Budget, memory: DeviceMemory) -> Bu
             f"-b {asked}: nothing is left; {memory.there()}", hint="--quantize 4bit, another device"
         )
 
-    def excess(run: Run, units: int) -> float:
+    def excess(run: Run, units: int) -> int:
         """Return by how much bytes are above the share of what the peak then leaves."""
         try:
             reading = run.under(Budget(bytes=units * _FINE)).needs().reading
         except UsageError:  # too small for the policy
             return 0
-        return units * _FINE - share * (free - reading)
+        return math.ceil(units * _FINE - share * (free - reading))
 
     size = 0
     for run in runs:
         most = int(free * share) // _FINE
-        units = largest_that_fits(lambda units, run=run: excess(run, units), 0, 1, most) or 1
+        units = largest_that_fits(partial(excess, run), 0, 1, most) or 1
         try:
             run.under(Budget(bytes=units * _FINE)).needs()
         except UsageError as error:

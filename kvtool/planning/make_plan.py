@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvtool.documents.budget_curves import BudgetCurves
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.plan import (
     Amount,
@@ -27,7 +26,7 @@ from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.budgets import forecast_plan
-from kvtool.planning.bytes import check_dims, kv_bytes, tokens_held
+from kvtool.planning.bytes import check_dims, free_of, kv_bytes, tokens_held
 from kvtool.planning.peak import reading_bytes
 from kvtool.planning.plan_in_use import text_of
 from kvtool.planning.rocketkv_stages import (
@@ -38,7 +37,7 @@ from kvtool.planning.rocketkv_stages import (
     split_of,
 )
 from kvtool.planning.search import largest_that_fits, least_allowed
-from kvtool.planning.split_facts import by_heads, evidence, length_scale, loss_note
+from kvtool.planning.split_facts import BudgetCurves, by_heads, evidence, length_scale, loss_note
 from kvtool.policies.allocate.fixed import PlannedHeads, with_fixed_heads
 from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forecast_losses
 from kvtool.policies.allocate.problem import AllocationProblem
@@ -78,7 +77,7 @@ class PlannableLayers:
     @property
     def free_shapes(self) -> list[LayerShape]:
         """What the layers to split over store."""
-        return [layer for layer in self.shapes if layer is not None and layer.window is None]
+        return free_of(self.shapes)
 
     @property
     def fixed(self) -> dict[int, int]:
@@ -158,6 +157,11 @@ class Planned:
 
     document: PlanDocument
     notes: list[str]
+
+    @property
+    def held(self) -> int:
+        """Bytes that are held at most."""
+        return self.document.planned_bytes or 0  # it has totals, as every plan that was just made
 
 
 def make_plan(

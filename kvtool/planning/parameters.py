@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,10 @@ class Matrix:
     def numbers(self) -> int:
         """Weights of all of them."""
         return self.count * self.outputs * self.inputs
+
+    def times(self, layers: int) -> Matrix:
+        """Return the matrices of several layers."""
+        return replace(self, count=self.count * layers)
 
     def bytes(self, bits: Bits) -> int:
         """Count the bytes of all of them as bitsandbytes stores them.
@@ -158,17 +162,17 @@ def count_parameters(config: Any) -> Parameters | None:
     linear, others = _attention(family, entries, hidden)
     norm = hidden * (2 if family.norm_bias else 1)
     others = layers * (others + family.norms * norm) + norm
-    matrices = [Matrix(each.outputs, each.inputs, each.count * layers) for each in linear]
+    matrices = [each.times(layers) for each in linear]
     if layers > sparse:
         inner = entries["intermediate_size"]
         bias = _says(entries, family.mlp_bias)
         of_mlp = [Matrix(inner, hidden, 1 + family.gated), Matrix(hidden, inner)]
-        matrices += [Matrix(m.outputs, m.inputs, m.count * (layers - sparse)) for m in of_mlp]
+        matrices += [each.times(layers - sparse) for each in of_mlp]
         others += (layers - sparse) * (sum(m.outputs * m.count for m in of_mlp) if bias else 0)
     if sparse:
-        shared, each = _experts(entries, hidden)
-        matrices += [Matrix(m.outputs, m.inputs, m.count * sparse) for m in shared]
-        others += sparse * each
+        shared, rest = _experts(entries, hidden)
+        matrices += [each.times(sparse) for each in shared]
+        others += sparse * rest
     head = 0 if entries.get("tie_word_embeddings") else entries["vocab_size"] * hidden
     others += entries["vocab_size"] * hidden + head
     others += entries["vocab_size"] if family.head_bias else 0
@@ -196,7 +200,7 @@ def is_quantised(config: Any) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def stored_bytes(folder: Path) -> int | None:
+def folder_bytes(folder: Path) -> int | None:
     """Count the bytes of the tensors in a folder's safetensors files, None without such files.
 
     Of checkpoints that are quantised this is what their weights take. Only headers are read.

@@ -33,46 +33,37 @@ _FINEST = 10**6  # of a measured share, in parts of the prompt
 
 
 @dataclass(frozen=True)
-class Against:
-    """A variant's score on one task against the full cache's: percent of that, above 0 is better.
-
-    Attributes:
-        low, high: of the 95 % interval over `n` samples; None: too few for one.
-    """
-
-    task: str
-    n: int
-    gain: float
-    low: float | None
-    high: float | None
-
-
-@dataclass(frozen=True)
 class Evidence:
     """What a run says of one variant.
 
     Attributes:
         share: its budget as a share of the prompts; 1 where it keeps everything.
         prompt: tokens of the prompts, in the mean.
-        tasks: its scores; empty for the full cache.
+        tasks: its results, each paired with the full cache's; empty for the full cache.
     """
 
     variant: VariantEntry
     policy: Policy
     share: Fraction
     prompt: float
-    tasks: list[Against]
+    tasks: list[TaskResult]
 
     @property
     def gain(self) -> float:
         """Return the mean over tasks of the difference to the full cache, in percent."""
-        gains = [each.gain for each in self.tasks]
+        gains = [against_full(each)[0] for each in self.tasks]
         return sum(gains) / len(gains) if gains else 0.0
 
     @property
     def beats_full(self) -> bool:
         """Whether the score is above the full cache's on every task beyond the noise."""
-        return all(each.low is not None and each.low > 0 for each in self.tasks)
+        return all((against_full(each)[1] or 0) > 0 for each in self.tasks)
+
+
+def against_full(result: TaskResult) -> tuple[float, float | None, float | None]:
+    """Return the difference to the full cache in percent, above 0 is better, and its interval."""
+    assert result.paired is not None, "evidence has such results alone"
+    return result.paired.percent(lower_is_better=result.lower_is_better)
 
 
 @dataclass(frozen=True)
@@ -140,7 +131,7 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
     fitting, too_large = [], {}
     for evidence in measured:
         try:
-            needed = _held(place.plan(evidence, share=True))
+            needed = place.plan(evidence, share=True).held
         except UsageError as error:
             left_out.append(f"{evidence.variant.name}: {error}")
             continue
@@ -148,10 +139,12 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
             too_large[evidence.variant.name] = needed
         else:
             fitting.append(evidence)
-    full = _full(results, place)
+    variant = next(variant for variant in results.variants if variant.policy == _FULL)
+    whole = Fraction(1), place.target.prompt_tokens
+    full = Evidence(variant, Policy(Full()), *whole, [])
     planned = place.plan(full, share=True)
     best = max(fitting, key=lambda evidence: (evidence.gain, -evidence.share), default=None)
-    needed = _held(planned)
+    needed = planned.held
     if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
         return Recommendation(full, planned, left_out, list(too_large))
     if best is None:
@@ -170,8 +163,7 @@ def measured_losses(results: ResultsDocument) -> Losses:
     for evidence in _measured(results)[0]:
         gains: dict[bool, list[float]] = {True: [], False: []}
         for each in evidence.tasks:
-            result = results.of(evidence.variant.name, each.task)
-            gains[result is None or result.query_aware].append(each.gain)
+            gains[each.query_aware].append(against_full(each)[0])
         known, later = (_lost(gains[aware]) for aware in (True, False))
         points.append((str(evidence.policy), float(evidence.share), Loss(known, later)))
     source = f"measured in the results given, with `{results.model.id}`"
@@ -207,34 +199,28 @@ def _measured(results: ResultsDocument) -> tuple[list[Evidence], list[str]]:
 
 
 def _evidence(variant: VariantEntry, results: ResultsDocument, tasks: Sequence[str]) -> Evidence:
-    """Put together what is known of one variant.
-
-    Raises:
-        UsageError: it cannot be compared with the full cache, or not be run again.
-    """
+    """Put together what is known of a variant, or refuse one that cannot be compared or run."""
     policy = parse_policy(variant.policy, imports=False)
     if variant.budget is None and policy.takes_budget:
         raise UsageError("it has no budget")
     if variant.planned:
         raise UsageError("it was measured by a plan, which results do not hold")
-    scores, of_tasks = [], []
+    found: list[TaskResult] = []
     standing = None if results.verdict is None else results.verdict.of(variant.name)
     for task in tasks:
         result = results.of(variant.name, task)
         if result is None or result.paired is None or not result.paired.full or result.failed:
             why = None if standing is None else standing.why
             raise UsageError(why or f"{task}: it cannot be held against the full cache")
-        gain, low, high = result.paired.percent(lower_is_better=result.lower_is_better)
-        scores.append(Against(task, result.paired.n, gain, low, high))
-        of_tasks.append(result)
-    prompt = _mean(of_tasks, "prompt_tokens")
+        found.append(result)
+    prompt = _mean(found, "prompt_tokens")
     if prompt is None or prompt < 1:
         raise UsageError("its prompts were not counted")
     share = Fraction(1)  # of a cache that is quantised only
     if variant.budget is not None and policy.takes_budget:
-        kept = _mean(of_tasks, "kept_tokens")
+        kept = _mean(found, "kept_tokens")
         share = min(share, _share(Budget.parse(variant.budget), policy, prompt, kept))
-    return Evidence(variant, policy, share, prompt, scores)
+    return Evidence(variant, policy, share, prompt, found)
 
 
 def _mean(results: Sequence[TaskResult], name: str) -> float | None:
@@ -245,11 +231,7 @@ def _mean(results: Sequence[TaskResult], name: str) -> float | None:
 
 
 def _share(budget: Budget, policy: Policy, prompt: float, kept: float | None) -> Fraction:
-    """Return a budget as a share of the prompts that it was measured on.
-
-    Raises:
-        UsageError: bytes, without a count of the tokens that they kept.
-    """
+    """Return a budget as a share of the prompts that it was measured on."""
     if budget.ratio is not None:
         return budget.ratio
     tokens: float | None = budget.tokens
@@ -258,18 +240,6 @@ def _share(budget: Budget, policy: Policy, prompt: float, kept: float | None) ->
         if not tokens:
             raise UsageError("the tokens that its bytes kept were not counted")
     return Fraction(tokens / prompt).limit_denominator(_FINEST)
-
-
-def _held(planned: Planned) -> int:
-    held = planned.document.planned_bytes
-    assert held is not None, "a plan that was just made has totals"
-    return held
-
-
-def _full(results: ResultsDocument, place: Place) -> Evidence:
-    """Return the full cache as a variant."""
-    variant = next(variant for variant in results.variants if variant.policy == _FULL)
-    return Evidence(variant, Policy(Full()), Fraction(1), place.target.prompt_tokens, [])
 
 
 def _nothing_fits(target: Target, needed: dict[str, int], left_out: list[str]) -> UsageError:

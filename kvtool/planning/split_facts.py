@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from kvtool.errors import UsageError
+from kvtool.documents.files import expand, read_bytes
+from kvtool.errors import UsageError, quote
 from kvtool.policies.allocate.optimal import LossForecast, Optimal
 from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
 from kvtool.policies.allocate.table import spell_allocator
@@ -48,9 +53,8 @@ def evidence(
         if by_heads(allocator):
             found["head_curves"] = _head_curves(losses, free, scale, allocator)
     elif losses is not None and policy is not None and losses.policy == str(policy):
-        found["curves"] = (
-            _curves(losses, free, scale) if len(losses.by_sample) > 1 else NOT_MEASURED
-        )
+        several = len(losses.by_sample) > 1
+        found["curves"] = _curves(losses, free, scale) if several else NOT_MEASURED
     if metric is None:
         return found
     if metric == "curves":
@@ -58,16 +62,12 @@ def evidence(
             raise UsageError(f"allocator `{allocator.name}` needs --curves FILE")
         return found | {"shares": shares}
     make = f"kvtool profile --metrics {allocator.measurement}"
-    if profile is None:
+    measured = None if profile is None else getattr(profile.metrics, metric)
+    if profile is None or profile.data is None or measured is None:
+        lacks = "" if profile is None else ", and this one lacks it"
         raise UsageError(
-            f"allocator `{allocator.name}` needs a profile with `{metric}`",
-            hint=f"{make} | kvtool plan-budget - ..",
-        )
-    measured = getattr(profile.metrics, metric)
-    if measured is None or profile.data is None:
-        raise UsageError(
-            f"allocator `{allocator.name}` needs `{metric}`, which the profile lacks",
-            hint=f"{make}, or --allocator uniform",
+            f"allocator `{allocator.name}` needs a profile with `{metric}`{lacks}",
+            hint=f"{make} | kvtool plan-budget - .., or --allocator uniform",
         )
     if metric == "answer_loss":
         return found
@@ -115,11 +115,7 @@ def _curves(losses: AnswerLosses, free: Sequence[int], scale: Fraction) -> LossC
 def _head_curves(
     losses: AnswerLosses, free: Sequence[int], scale: Fraction, allocator: Allocator
 ) -> list[LossCurves]:
-    """Return the curves of the KV heads of each layer to split over.
-
-    Raises:
-        UsageError: heads were not measured.
-    """
+    """Return the curves of the KV heads of each layer to split over."""
     if losses.heads is None:
         raise UsageError(
             f"allocator `{spell_allocator(allocator)}` needs losses of KV heads, which the profile "
@@ -135,11 +131,7 @@ def _head_curves(
 def _in_order(
     budgets: Sequence[int], rows: Sequence[Sequence[Sequence[float]]], scale: Fraction
 ) -> LossCurves:
-    """Order the points by budget; of two that scale to the same, the first stays.
-
-    Args:
-        rows: samples x layers or heads x budgets.
-    """
+    """Order the points of samples x layers or heads by budget; of equal ones, the first stays."""
     places = {max(1, int(budget * scale)): i for i, budget in reversed(list(enumerate(budgets)))}
     order = sorted(places)
     return LossCurves(
@@ -177,3 +169,85 @@ def loss_note(losses: LossForecast, allocator: Allocator) -> str:
         return text
     what = "KV heads" if by_heads(allocator) else "layers"
     return f"{text}; it adds up {what} cut one by one, so compare the plan with equal budgets"
+
+
+@dataclass(frozen=True)
+class BudgetCurves:
+    """Budget curves out of a file.
+
+    Attributes:
+        ratios: mean shares of the prompt, ascending.
+        shares: for each ratio the share of each layer, the mean over its KV heads.
+        by_head: whether the file has shares of KV heads.
+    """
+
+    ratios: Sequence[float]
+    shares: Sequence[Sequence[float]]
+    by_head: bool
+
+    def at(self, ratio: float) -> list[float]:
+        """Return the shares of the layers for a ratio, on the lines between those of the file.
+
+        Below the smallest ratio of the file, and above the largest, its shares grow in proportion.
+        """
+        if not self.ratios[0] < ratio < self.ratios[-1]:
+            place = 0 if ratio <= self.ratios[0] else -1
+            return [share * ratio / self.ratios[place] for share in self.shares[place]]
+        rows = zip(pairwise(self.ratios), pairwise(self.shares), strict=True)
+        (low, high), (before, after) = next(row for row in rows if ratio <= row[0][1])
+        part = (ratio - low) / (high - low)
+        return [a + part * (b - a) for a, b in zip(before, after, strict=True)]
+
+
+def read_curves(path: str, layers: int, kv_heads: int) -> BudgetCurves:
+    """Read budget curves: a JSON object of ratios, each with a share or a list of shares per layer.
+
+    Args:
+        path: of the file.
+        layers, kv_heads: of the model.
+
+    Raises:
+        UsageError: no such file, something that is no share, or another number of layers or heads.
+    """
+    where = f"`{path}`"
+    try:
+        data = json.loads(read_bytes(expand(path), where, kind="file of budget curves"))
+    except OSError:
+        raise UsageError(f"cannot read budget curves from {where}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        data = None
+    if not isinstance(data, dict) or not data:
+        raise UsageError(f"{where} holds no budget curves", hint='{"0.2": [0.1, 0.3], ..}')
+    rows = {_share(key, f"{where}: a ratio"): (key, value) for key, value in data.items()}
+    if 0 in rows:
+        raise UsageError(f"{where}: a ratio must be above 0")
+    shares, by_head = [], False
+    for ratio in sorted(rows):
+        key, value = rows[ratio]
+        found = len(value) if isinstance(value, list) else 0
+        if found != layers:
+            raise UsageError(f"{where} has {found} layers at {key}, and the model {layers}")
+        by_head |= any(isinstance(own, list) for own in value)
+        shares.append(
+            [_layer(own, f"{where}: layer {i} at {key}", kv_heads) for i, own in enumerate(value)]
+        )
+    return BudgetCurves(sorted(rows), shares, by_head)
+
+
+def _layer(value: Any, where: str, kv_heads: int) -> float:
+    """Return the share of a layer, the mean of its heads where it has one for each."""
+    if not isinstance(value, list):
+        return _share(value, where)
+    if len(value) != kv_heads:
+        raise UsageError(f"{where} has {len(value)} KV heads, and the model {kv_heads}")
+    return math.fsum(_share(each, where) for each in value) / kv_heads
+
+
+def _share(value: Any, where: str) -> float:
+    try:
+        share = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        share = math.nan
+    if not 0 <= share <= 1:
+        raise UsageError(f"{where} must be a share from 0 to 1, got {quote(str(value))}")
+    return share

@@ -12,10 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import order_key
 from kvtool.policies.parts import Select, SlotView
+from kvtool.policies.spelling import limited
 
 
 def run_order(scores: Tensor, positions: Tensor, free: Tensor, length: int) -> Tensor:
@@ -72,14 +72,10 @@ class Chunk(Select):
         length: tokens of a run.
     """
 
-    length: int = 20
+    length: int = limited(20, "1 or more")
 
     name: ClassVar = "chunk"
     paper: ClassVar = "https://arxiv.org/abs/2502.00299"
-
-    def __post_init__(self) -> None:
-        if self.length < 1:
-            raise UsageError(f"chunk: length must be 1 or more, got {self.length}")
 
     @property
     def min_budget(self) -> int:

@@ -105,7 +105,7 @@ def check_declared(score: Score) -> None:
 
 
 def _check_called(score: Score, hook: str, where: str, called: bool) -> None:
-    """Refuse a hook that nobody calls, and one that is called and not there."""
+    """Refuse a hook that is never called, and one that is called and missing."""
     cls = type(score)
     made = getattr(cls, hook) is not getattr(Score, hook)
     goes_on = any(is_inside(base) for base in cls.__mro__ if base not in _ROOTS)

@@ -15,8 +15,8 @@ those of images neither.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.policies.parts import Pace
+from kvtool.policies.spelling import limited
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,10 @@ class Every(Pace):
         steps: decoded tokens between two cuts.
     """
 
-    steps: int = 64
+    steps: int = limited(64, "1 or more")
 
     name: ClassVar = "every"
     paper: ClassVar = "https://arxiv.org/abs/2505.24133"
-
-    def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UsageError(f"every: steps must be 1 or more, got {self.steps}")
 
     @property
     def spare(self) -> int:

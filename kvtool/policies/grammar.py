@@ -13,12 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.errors import UsageError, quote
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.table import parse_allocator
 from kvtool.policies.installed import installed_base, placed
 from kvtool.policies.outside import build_outside, is_outside, named_parts
-from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy, compose
 from kvtool.policies.spelling import (
     is_inside,
@@ -28,7 +27,7 @@ from kvtool.policies.spelling import (
     spell_settings,
     split_outside,
 )
-from kvtool.policies.table import BASES, MODIFIERS, REFUSED, policy_class
+from kvtool.policies.table import BASES, MODIFIERS, offered, policy_class
 
 
 def parse_policy(text: str | Policy, *, imports: bool = True) -> Policy:
@@ -122,33 +121,17 @@ def check_imported(choices: Sequence[Any], where: str, what: str = "a run or a p
 def _build_modifier(text: str, base: str) -> Any:
     name = read_part(text)[0]
     if is_outside(name) or name.lower() in BASES:
-        raise _base_as_modifier(name if is_outside(name) else name.lower(), base)
-    return _build(text, MODIFIERS, "modifier")
-
-
-def _base_as_modifier(name: str, base: str) -> UsageError:
-    if name in BASES and issubclass(policy_class(name), Read):
-        return UsageError(
-            f"`{name}` is a base policy that keeps everything and reads some of it, "
-            f"so it cannot modify `{base}`",
-            hint="in Python a reader goes on other scores: Policy(score, read=reader)",
+        shown = name if is_outside(name) else name.lower()
+        raise UsageError(
+            f"`{shown}` is a base policy and cannot modify `{base}`",
+            hint=f"modifiers: {', '.join(MODIFIERS)}",
         )
-    return UsageError(
-        f"`{name}` is a base policy and cannot modify `{base}`",
-        hint=f"modifiers: {', '.join(MODIFIERS)}",
-    )
+    return _build(text, MODIFIERS, "modifier")
 
 
 def _build(text: str, table: dict[str, str], kind: str) -> Any:
     name, arguments = read_part(text)
-    name = name.lower()
-    if name in REFUSED:
-        raise UsageError(f"policy `{name}` is not offered: {REFUSED[name]}")
-    if name not in table:
-        raise UsageError(
-            f"no {kind} named {quote(name)}; choose one of: {', '.join(table)}",
-            hint=did_you_mean(name, table),
-        )
+    name = offered(name, table, kind)
     cls = policy_class(name)
     return cls(**read_settings(name, cls, arguments))
 

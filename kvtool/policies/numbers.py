@@ -7,7 +7,7 @@ process that holds all heads would.
 
 from __future__ import annotations
 
-from typing import Union, overload
+from typing import TypeVar, Union
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.model_shape import LayerShape
@@ -20,11 +20,10 @@ PROMPT = "prompt"  # beside a slot where the prompt stays: 1 for its tokens
 SHIFT = "turn"  # beside a slot where `positions=cache`: its place minus its key's rotation
 
 
-@overload
-def minimum(a: int, b: int) -> int: ...
-@overload
-def minimum(a: Count, b: Count) -> Count: ...
-def minimum(a: Count, b: Count) -> Count:
+AnyCount = TypeVar("AnyCount", int, Count)  # a function of one number gives one
+
+
+def minimum(a: AnyCount, b: AnyCount) -> AnyCount:
     """Return the smaller of two counts, per batch entry if either is."""
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b)
@@ -36,11 +35,7 @@ def at_least_zero(count: Count) -> Count:
     return max(count, 0) if isinstance(count, int) else count.clamp(min=0)
 
 
-@overload
-def half(budget: int) -> int: ...
-@overload
-def half(budget: Count) -> Count: ...
-def half(budget: Count) -> Count:
+def half(budget: AnyCount) -> AnyCount:
     """Return half of a budget, rounded down: the default recent window of H2O and others."""
     return budget // 2
 

@@ -1,29 +1,9 @@
 """The roles of a policy, and what each is shown: all that a policy author reads.
 
 A policy runs no attention and moves no key: it names its evidence, keeps numbers beside the slots
-and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. A role has
-a `name`, as typed in a policy string, and a `paper`, where it comes from. Words:
-
-slots       buffers of a layer for keys and values, one token of one KV head each, in no order
-budget      slots that a layer may keep per KV head, sinks and recent included
-sinks       the first tokens of a text, on which attention rests whatever they say
-recent      the newest tokens
-window      the last queries of a prompt, which vote on what stays; also a model's sliding window
-protected   slots that stay whatever their score
-evidence    what a score is shown: nothing, keys, queries, attention, logits, a prompt repeated
-group       query heads that share a KV head
-score       the role that gives each slot its importance
-importance  a number for each slot, higher = keep
-rescore     the role that turns importance into another one that looks at values, too (CAOTE)
-select      the role that keeps tokens together instead of one by one (ChunkKV)
-pace        the role that says how many tokens are decoded between two cuts
-allocate    the role that splits a budget: over layers, or over the KV heads of a layer
-evicted     slots chosen to leave, and the role that says what becomes of them: merged, set aside
-read        the role that chooses which of the kept tokens a decode step looks at (a reader)
-codec       the role that stores the key and value of a slot in fewer bits: codes, and scales
-prefill     reading a prompt; after it tokens are decoded, one at a time
-block       tokens that are read at once: a prompt whole, a part of it, or a decoded token
-traffic     pairs of key and value that a decode step reads, which is what a reader's budget bounds
+and ranks them. Shapes come in one order: batch, kv_heads, group, q_len, slots, head_dim. The words
+are those of kvtool/README.md. A role is `score`, which gives each slot its importance, `rescore`,
+`select`, `pace`, `allocate`, `evicted`, `read` or `codec`.
 """
 
 from __future__ import annotations
@@ -32,21 +12,35 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows, MomentsAsked, RepetitionAsked
-from kvtool.policies.numbers import HeadSizes
+from kvtool.policies.evidence import AttentionRows as AttentionRows
+from kvtool.policies.evidence import MomentsAsked, RepetitionAsked
+from kvtool.policies.numbers import Count as Count
+from kvtool.policies.numbers import HeadSizes as HeadSizes
+from kvtool.policies.numbers import State as State
 from kvtool.policies.slot_view import Evidence as Evidence
 from kvtool.policies.slot_view import SlotView as SlotView
 
 if TYPE_CHECKING:  # splitting a budget over layers needs no torch
     from kvtool.maths.allocation import Allocation
     from kvtool.policies.allocate.problem import AllocationProblem
-    from kvtool.policies.numbers import Count, State
     from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored
 
 Positions = Literal["text", "cache"]  # place in the text, or among the tokens that are kept
 
 
-class Score:
+class Role:
+    """A part of a policy: a frozen dataclass of its settings, each with a default.
+
+    Attributes:
+        name: as typed in a policy string.
+        paper: where it comes from.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+
+class Score(Role):
     """A measure of what matters: it gives each slot a number, higher = keep.
 
     Attributes:
@@ -60,11 +54,11 @@ class Score:
         layer_tokens: which tokens a layer may keep: `own`, whichever it chooses; `nested`, only
             such that the layer above keeps. The view shows them, and budgets must not grow with
             depth. `same`: those of all layers, which are cut at once, before a forward.
-        positions: what keys and queries are rotated by, see `Positions`.
+
+    Args:
+        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     evidence: ClassVar[Evidence] = Evidence.NOTHING
     window: int = 1
     when: ClassVar[Literal["always", "prompt", "never"]] = "always"
@@ -192,7 +186,7 @@ class Score:
         return self
 
 
-class Rescore:
+class Rescore(Role):
     """A change of the score that also looks at the values.
 
     Attributes:
@@ -202,8 +196,6 @@ class Rescore:
             budgets by the importance before it.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     sees_projection: ClassVar[bool] = False
     at_cut: ClassVar[bool] = False
 
@@ -212,11 +204,8 @@ class Rescore:
         raise NotImplementedError
 
 
-class Select:
+class Select(Role):
     """A way to choose tokens of a prompt, not one by one; the same in all heads of a layer."""
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
 
     @property
     def min_budget(self) -> int:
@@ -233,11 +222,8 @@ class Select:
         raise NotImplementedError
 
 
-class Pace:
+class Pace(Role):
     """A way to hold a budget that is not cut to after every decoded token."""
-
-    name: ClassVar[str]
-    paper: ClassVar[str]
 
     @property
     def spare(self) -> int:
@@ -245,15 +231,13 @@ class Pace:
         raise NotImplementedError
 
 
-class Allocator:
+class Allocator(Role):
     """A way to split a budget over layers; subclasses are frozen dataclasses of its settings.
 
     Attributes:
         metric: the measurement of a profile that it needs, None for none.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     metric: ClassVar[str | None] = None
 
     @property
@@ -271,7 +255,7 @@ class Allocator:
         raise NotImplementedError
 
 
-class Evicted:
+class Evicted(Role):
     """A use of evicted tokens: merged, set aside, kept out of sight.
 
     Attributes:
@@ -280,8 +264,6 @@ class Evicted:
         works_on_keys: whether it works on keys, whose rotation must not change then.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     statistics: ClassVar[tuple[str, ...]] = ()
     works_on_keys: ClassVar[bool] = False
 
@@ -297,7 +279,7 @@ class Evicted:
         return 0
 
 
-class Read:
+class Read(Role):
     """A choice of the stored tokens that a decode step looks at; nothing leaves the cache by it.
 
     Tables are numbers beside the slots that make the choice cheap. They are made once, at the end
@@ -311,8 +293,6 @@ class Read:
         basis: a file of key bases for `start`; None: none.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     divisor: ClassVar[int] = 2
     planned: ClassVar[bool] = False
     k: int | None = None

@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from kvtool.errors import UsageError
 from kvtool.maths.columns import COLUMNS
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.combination import (
-    SCORED,
-    check_budget_split,
     check_codec,
     check_evicted,
     check_evidence,
+    check_heads,
     check_pace,
     check_reader,
     check_rescore,
@@ -59,13 +58,8 @@ class Policy:
         codec: how the key and value of a slot are written down; None: as they are.
 
     Raises:
-        UsageError: a number that is not finite or too large; the rescore, or the split over heads,
-            needs attention scores and the score has none; a split of a budget that evicts nothing,
-            that all layers share, or that has a schedule of its own; something to be made of
-            evicted tokens where none are, where all layers are cut at once, where the score makes
-            something else of them, or where they leave heads of unequal counts while decoding; a
-            reader beside parts that it cannot work with; a codec where slots are read in part, or
-            changed.
+        UsageError: a number beyond its limits, or parts that do not go together (`combination`).
+        PolicyError: a score from outside that declares what does nothing (`declared`).
     """
 
     score: Score
@@ -79,42 +73,13 @@ class Policy:
     codec: Codec | None = None
 
     def __post_init__(self) -> None:
-        if self.codec is not None:
-            object.__setattr__(self, "codec", self.codec.shortest())
         check_declared(self.score)
         for part in self._parts:
             check_numbers(part)
-        check_evidence(self.score)
-        check_reader(self.score, self.read, self._modifiers, self.on_evict, self.head_split)
-        if self.select is not None:
-            check_select(self.select, self.score, self.head_split)
-        if self.pace is not None:
-            check_pace(self.pace, self.score, self.reader)
-        if self.heads is not None:
-            check_split(self.heads, self.score)
-        for split, over in ((self.allocate, "layers"), (self.heads, "heads")):
-            if split is not None:
-                check_budget_split(split, over, self.score)
-        blind = self.score.evidence is Evidence.NOTHING and not self.score.sees_hidden
-        if self.heads is not None and self.heads.by_score and blind:
-            raise UsageError(
-                f"`{self.heads.modifier}` lets heads compete by their scores, "
-                f"and those of `{self.score.name}` say nothing of heads",
-                hint=f"{SCORED}, expected, lagkv, keydiff or knorm",
-            )
-        if self.rescore is not None:
-            check_rescore(self.rescore, self.score, self.select)
-        if self.evicted is not None:
-            check_evicted(self.evicted, self.score, self.pace)
         if self.codec is not None:
-            check_codec(self.codec, self.score, self.read, self.on_evict)
-        used, split = self.on_evict, self.head_split
-        if used is not None and split is not None and self.when == "always":
-            raise UsageError(
-                f"`{used.name}` cannot follow heads of unequal counts while they decode, as "
-                f"`{self.score.name}` with `{split.modifier}` has them",
-                hint=f"put it on a policy that cuts a prompt: adakv+{used.name}",
-            )
+            object.__setattr__(self, "codec", self.codec.shortest())
+        for reason in self._reasons():
+            raise reason
         for name in (
             "when",
             "votes_again",
@@ -131,6 +96,27 @@ class Policy:
             "head_split",
         ):  # and what they follow from
             getattr(self, name)  # kept now: torch.compile cannot trace the lock of the first time
+
+    def _reasons(self) -> Iterator[UsageError]:
+        """Say why the parts do not go together, the reason that matters most first."""
+        score, pace, used, split = self.score, self.pace, self.on_evict, self.head_split
+        yield from check_evidence(score)
+        yield from check_reader(score, self.read, self._modifiers, used, split)
+        if self.select is not None:
+            yield from check_select(self.select, score, split)
+        if pace is not None:
+            yield from check_pace(pace, score, self.reader)
+        for own in (self.heads, self.allocate):
+            if own is not None:
+                yield from check_split(own, score)
+        if self.rescore is not None:
+            yield from check_rescore(self.rescore, score, self.select)
+        if self.evicted is not None:
+            yield from check_evicted(self.evicted, score, pace)
+        if self.codec is not None:
+            yield from check_codec(self.codec, score, self.reader, used)
+        if used is not None and split is not None and self.when == "always":
+            yield check_heads(used, score, split)
 
     def __deepcopy__(self, memo: dict) -> Policy:
         return self  # a value; a score of one's own may hold the weights of a network
@@ -394,44 +380,36 @@ class Policy:
         return "+".join(part_name(part) + spell_settings(part) for part in parts)
 
 
-Kind = TypeVar("Kind", bound=Part)
+_KINDS: dict[str, type] = {
+    "rescore": Rescore,
+    "heads": HeadSplit,
+    "allocate": Allocator,
+    "evicted": Evicted,
+    "read": Read,
+    "select": Select,
+    "pace": Pace,
+    "codec": Codec,
+}
+"""The field of a policy that takes a modifier; a split over heads is an allocator, too."""
 
 
 def compose(base: Score | Read, modifiers: Sequence[Part]) -> Policy:
-    """Put modifiers on a base.
-
-    Args:
-        base: a reader keeps everything.
+    """Put modifiers on a base; a reader keeps everything.
 
     Raises:
-        UsageError: a combination that makes no sense.
+        UsageError: two modifiers of one kind, or a combination that makes no sense.
     """
-    heads = [part for part in modifiers if isinstance(part, HeadSplit)]
-    layers = [part for part in modifiers if isinstance(part, Allocator) and part not in heads]
-    return Policy(
-        Full() if isinstance(base, Read) else base,
-        _only([part for part in modifiers if isinstance(part, Rescore)]),
-        _only(layers),
-        _only(heads),
-        _only([part for part in modifiers if isinstance(part, Evicted)]),
-        _only([part for part in (base, *modifiers) if isinstance(part, Read)]),
-        _only([part for part in modifiers if isinstance(part, Select)]),
-        _only([part for part in modifiers if isinstance(part, Pace)]),
-        _only([part for part in modifiers if isinstance(part, Codec)]),
-    )
-
-
-def _only(parts: Sequence[Kind]) -> Kind | None:
-    """Return the only modifier of its kind, None if there is none."""
-    if len(parts) > 1:
-        names = [part_name(part) for part in parts]
-        twice = len(set(names)) < len(names)
-        raise UsageError(
-            f"modifier `{names[0]}` is given twice"
-            if twice
-            else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
-        )
-    return parts[0] if parts else None
+    parts: dict[str, Any] = {"read": base} if isinstance(base, Read) else {}
+    for part in modifiers:
+        field = next(name for name, kind in _KINDS.items() if isinstance(part, kind))
+        names = [part_name(each) for each in (parts.setdefault(field, part), part)]
+        if parts[field] is not part:
+            raise UsageError(
+                f"modifier `{names[0]}` is given twice"
+                if names[0] == names[1]
+                else f"modifiers `{names[0]}` and `{names[1]}` exclude each other; keep one"
+            )
+    return Policy(Full() if isinstance(base, Read) else base, **parts)
 
 
 def reads_whole(policy: Policy, *, planned: bool) -> bool:

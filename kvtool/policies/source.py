@@ -28,12 +28,10 @@ def source_hash(policy: Policy) -> str:
     settings name. Modules of kvtool are left out: `package_hash` covers them.
     """
     parts = [getattr(policy, each.name) for each in fields(policy)]
-    lines: dict[str, None] = {}  # in order, each once
+    lines: set[str] = set()
     for part in (part for part in parts if part is not None):
-        lines |= dict.fromkeys(_files_of(part))
-        for cls in type(part).__mro__:
-            if cls is not object and not is_inside(cls) and cls.__module__ not in _STANDARD:
-                lines |= dict.fromkeys(_sources_of(cls))
+        lines.update(_files_of(part))
+        lines.update(class_sources(type(part)))
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -45,8 +43,7 @@ def class_sources(cls: type) -> list[str]:
     return sorted({line for each in own for line in _sources_of(each)})
 
 
-_STANDARD = frozenset({"builtins", "abc", "typing"})
-_LIBRARIES = _STANDARD | {"kvtool", "pydantic"}
+_LIBRARIES = frozenset({"builtins", "abc", "typing", "kvtool", "pydantic"})
 
 
 def _files_of(part: Any) -> Iterator[str]:

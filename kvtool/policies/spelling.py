@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import field, fields
 from inspect import get_annotations
 from types import SimpleNamespace, UnionType
@@ -15,20 +15,41 @@ from kvtool.errors import UsageError, did_you_mean, quote
 from kvtool.policies.parts import Score
 from kvtool.sizes import LARGEST_SEED, MOST_TOKENS
 
-_COMPUTED = "computed"
+_COMPUTED, _LIMIT = "computed", "limit"  # keys of the metadata of fields
 _LONGEST = 20_000  # characters, of a list of policies as well
 _PART = re.compile(r"\s*([\w.:-]+)\s*(?:\((.*)\))?\s*", re.DOTALL)
 _WHOLE = re.compile(r"[+-]?[0-9]{1,100}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]{1,100}\.?[0-9]{0,100}|\.[0-9]{1,100})(?:e[+-]?[0-9]{1,3})?")
 
 
-def computed(default: str) -> Any:
+LIMITS: dict[str, Callable[[Any], bool]] = {
+    "0 or more": lambda number: number >= 0,
+    "1 or more": lambda number: number >= 1,
+    "2 or more": lambda number: number >= 2,
+    "odd and 1 or more": lambda number: number >= 1 and number % 2 == 1,
+    "above 0": lambda number: number > 0,
+    "above 0 and at most 1": lambda number: 0 < number <= 1,
+    "above 0 and below 1": lambda number: 0 < number < 1,
+    "between 0 and 1": lambda number: 0 <= number <= 1,
+    "between -1 and 1": lambda number: -1 <= number <= 1,
+    "4 or 8": lambda number: number in (4, 8),
+}
+"""Limits of numbers, in the words of an error."""
+
+
+def limited(default: float, limit: str) -> Any:
+    """Declare a number and its limit, in words of `LIMITS`."""
+    return field(default=default, metadata={_LIMIT: limit})
+
+
+def computed(default: str, limit: str | None = None) -> Any:
     """Declare a parameter whose default, None, is replaced by a number that is computed.
 
     Args:
         default: what from, as a reader of `kvtool policies` should see it: `budget/2`.
+        limit: of what is given in its place, in words of `LIMITS`.
     """
-    return field(default=None, metadata={_COMPUTED: default})
+    return field(default=None, metadata={_COMPUTED: default, _LIMIT: limit})
 
 
 def defaults(part: type) -> dict[str, Any]:
@@ -67,6 +88,21 @@ def read_part(text: str) -> tuple[str, str]:
             f"cannot read {quote(text.strip())} in a policy", hint="the form is name(key=value,..)"
         )
     return match[1], match[2] or ""
+
+
+def known_name(name: str, names: Iterable[str], kind: str) -> str:
+    """Return a name of a table as the table has it, in any case as typed.
+
+    Raises:
+        UsageError: there is none of this name.
+    """
+    key = name.strip().lower()
+    if key not in names:
+        raise UsageError(
+            f"no {kind} named {quote(name)}; choose one of: {', '.join(names)}",
+            hint=did_you_mean(key, names),
+        )
+    return key
 
 
 def field_types(cls: type) -> dict[str, Any]:
@@ -173,35 +209,25 @@ def _spell(value: Any) -> str:
 
 
 def check_numbers(part: Any) -> None:
-    """Refuse settings that no cache can count to, and such that are no number.
+    """Refuse settings beyond their limits, that no cache can count to, and such that are no number.
 
     Args:
         part: a frozen dataclass.
 
     Raises:
-        UsageError: the first setting that is not finite or above what 32 bits (seeds: 64) hold.
+        UsageError: the first setting that is not finite, above what 32 bits (seeds: 64) hold or
+            beyond the limit that it is declared with.
     """
     for each in fields(part):
         value = getattr(part, each.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            label = f"{part_name(part)}: {each.name}"
-            raise UsageError(f"{label} must be a finite number, got {value}")
+        limit = each.metadata.get(_LIMIT)
         most = LARGEST_SEED if each.name == "seed" else MOST_TOKENS
-        if isinstance(value, int) and value > most:
-            label = f"{part_name(part)}: {each.name}"
-            raise UsageError(f"{label} must be at most {most}, got {quote(value)}")
-
-
-def check_least(part: Any, least: Mapping[str, int]) -> None:
-    """Refuse numbers that are given and too small.
-
-    Args:
-        least: the smallest value of each parameter.
-
-    Raises:
-        UsageError: the first such parameter.
-    """
-    for name, limit in least.items():
-        value = getattr(part, name)
-        if value is not None and value < limit:
-            raise UsageError(f"{part.name}: {name} must be {limit} or more, got {value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            right = "a finite number"
+        elif isinstance(value, int) and value > most:
+            right = f"at most {most}"
+        elif limit is not None and value is not None and not LIMITS[limit](value):
+            right = limit
+        else:
+            continue
+        raise UsageError(f"{part_name(part)}: {each.name} must be {right}, got {value}")

@@ -6,21 +6,21 @@ A new policy is a line here, a file of its own and a test.
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from importlib import import_module
 from typing import Any, Literal, get_args, get_origin
 
-from kvtool.errors import UsageError, did_you_mean, quote
+from kvtool.errors import UsageError
 from kvtool.policies.allocate import table as allocators
 from kvtool.policies.allocate.head_split import HeadSplit
-from kvtool.policies.codec.codec import Codec
 from kvtool.policies.outside import build_outside, is_outside
-from kvtool.policies.parts import Allocator, Evicted, Pace, Read, Rescore, Score, Select
+from kvtool.policies.parts import Read, Score
 from kvtool.policies.policy import Part, Policy, compose
 from kvtool.policies.spelling import (
     defaults,
     field_types,
+    known_name,
     part_name,
     read_part,
     spell_settings,
@@ -116,23 +116,23 @@ class Entry:
     origin: str = "kvtool"
 
 
+def offered(name: str, table: Iterable[str], kind: str) -> str:
+    """Return a name of a table, in lower case.
+
+    Raises:
+        UsageError: it is not in there, or kvtool does not offer it.
+    """
+    if (key := name.strip().lower()) in REFUSED:
+        raise UsageError(f"policy `{key}` is not offered: {REFUSED[key]}")
+    return known_name(name, table, kind)
+
+
 Base = type[Score] | type[Read]
-Modifier = type[Rescore] | type[Select] | type[Pace] | type[Allocator] | type[Evicted] | type[Codec]
 
 
-def base_class(name: str) -> Base:
-    """Return the class behind the name of a base."""
-    return _class_at(BASES[name])
-
-
-def modifier_class(name: str) -> Modifier:
-    """Return the class behind the name of a modifier."""
-    return _class_at(MODIFIERS[name])
-
-
-def policy_class(name: str) -> Base | Modifier:
+def policy_class(name: str) -> Any:
     """Return the class behind a name of the table."""
-    return base_class(name) if name in BASES else modifier_class(name)
+    return _class_at((BASES | MODIFIERS)[name])
 
 
 def _class_at(place: str) -> Any:
@@ -143,10 +143,10 @@ def _class_at(place: str) -> Any:
 def describe() -> list[Entry]:
     """List every policy and modifier, in the order of the table."""
     entries = []
-    bases = {name: _spellings(base_class(name)) for name in BASES}
-    entries += [describe_base(name, base_class(name)) for name in BASES]
+    bases = {name: _spellings(policy_class(name)) for name in BASES}
+    entries += [describe_base(name, policy_class(name)) for name in BASES]
     for name in MODIFIERS:
-        cls, budget = modifier_class(name), "that of its base"
+        cls, budget = policy_class(name), "that of its base"
         if name in ALLOCATORS:
             budget = f"the mean over {'heads' if issubclass(cls, HeadSplit) else 'layers'}"
         about = _summary(cls), defaults(cls), cls.paper, budget
@@ -166,7 +166,7 @@ def modifiers_of(base: Base) -> dict[str, str]:
     """Return the modifiers that go on a base, each with the spelling under which it takes them."""
     spellings = _spellings(base)
     own = part_name(spellings[0])
-    found = {name: _carrier(own, spellings, modifier_class(name)()) for name in MODIFIERS}
+    found = {name: _carrier(own, spellings, policy_class(name)()) for name in MODIFIERS}
     return {name: spelled for name, spelled in found.items() if spelled is not None}
 
 
@@ -251,37 +251,16 @@ def about(name: str) -> About:
     Raises:
         UsageError: there is none of this name.
     """
-    if is_outside(name):
-        return _about_outside(name)
-    key = name.strip().lower().removeprefix("+")
-    if key in REFUSED:
-        raise UsageError(f"policy `{key}` is not offered: {REFUSED[key]}")
-    if key not in BASES | MODIFIERS:
-        raise UsageError(
-            f"no policy or modifier named {quote(name)}",
-            hint=did_you_mean(key, BASES | MODIFIERS) or "`kvtool policies` lists them",
-        )
-    entries = describe()
-    entry = next(each for each in entries if each.name == key)
-    cls = policy_class(key)
-    takes = {
-        each.name: spelled
-        for each in entries
-        for spelled in each.goes_on
-        if spelled.partition("(")[0] == key
-    }
-    return About(entry, _settings(cls), takes, _text(cls))
-
-
-def _about_outside(name: str) -> About:
-    """Describe a score by its module and class; what it is set to and modified by is left out."""
-    cls = type(build_outside(*read_part(split_outside(name, "+")[0]), imports=True))
-    entry = describe_base(f"{cls.__module__}:{cls.__qualname__}", cls)
-    return About(entry, _settings(cls), modifiers_of(cls), _text(cls))
-
-
-def _text(cls: type) -> str:
-    return inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+    if is_outside(name):  # its settings and modifiers, if any, are left out
+        cls = type(build_outside(*read_part(split_outside(name, "+")[0]), imports=True))
+        entry = describe_base(f"{cls.__module__}:{cls.__qualname__}", cls)
+    else:
+        key = offered(name.strip().removeprefix("+"), BASES | MODIFIERS, "policy or modifier")
+        cls = policy_class(key)
+        entry = next(each for each in describe() if each.name == key)
+    takes = modifiers_of(cls) if entry.kind == "base" else {}
+    text = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+    return About(entry, _settings(cls), takes, text)
 
 
 def _settings(cls: type) -> tuple[Setting, ...]:

@@ -1,1 +1,1 @@
-"""Measurements of how a model uses its cache, one a file."""
+"""Measurements of how a model uses its cache."""

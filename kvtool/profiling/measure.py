@@ -72,43 +72,35 @@ def measure(
 def make_studies(model: PreTrainedModel, plan: Plan, tokens: int) -> list[Study]:
     """Return the studies that will watch one text of `tokens` tokens."""
     wanted, steps = set(plan.metrics), plan.steps
-    studies: list[Study] = []
-    if wanted & {"f_variance", "entropy"}:
-        studies.append(Density())
-    if "query_cosine" in wanted:
-        studies.append(QueryCosine(tokens + steps))
-    if "recompute_frequency" in wanted:
-        studies.append(RecomputeFrequency(steps))
-    if "key_basis" in wanted:
-        studies.append(KeyMoments())
-    if "query_centres" in wanted:
+
+    def query_centres() -> Study:
         layers = attention_layers(model.config.get_text_config(decoder=True))
-        asked = "--metrics query_centres"
-        rotations = find_query_rotations(model, layers, asked)
-        studies.append(QueryCentres(dict(zip(layers, rotations, strict=True))))
-    if "topk_union" in wanted:
-        studies.append(TopKUnion(steps))
-    if "jaccard" in wanted:
-        studies.append(Jaccard(tokens + steps))
-    if "robustness" in wanted:
-        studies.append(Robustness(tokens + steps))
-    if "output_error" in wanted:
+        rotations = find_query_rotations(model, layers, "--metrics query_centres")
+        return QueryCentres(dict(zip(layers, rotations, strict=True)))
+
+    def output_error() -> Study:
         assert plan.policy is not None, "output_error is measured of a policy"
-        caches = [build_cache(model, plan.policy, budget) for budget in plan.budgets]
-        studies.append(OutputError(caches))
-    return studies
+        return OutputError([build_cache(model, plan.policy, budget) for budget in plan.budgets])
+
+    makers: dict[tuple[str, ...], Callable[[], Study]] = {
+        ("f_variance", "entropy"): Density,
+        ("query_cosine",): lambda: QueryCosine(tokens + steps),
+        ("recompute_frequency",): lambda: RecomputeFrequency(steps),
+        ("key_basis",): KeyMoments,
+        ("query_centres",): query_centres,
+        ("topk_union",): lambda: TopKUnion(steps),
+        ("jaccard",): lambda: Jaccard(tokens + steps),
+        ("robustness",): lambda: Robustness(tokens + steps),
+        ("output_error",): output_error,
+    }
+    return [make() for names, make in makers.items() if wanted & set(names)]
 
 
 @torch.inference_mode()
 def _read(
     model: PreTrainedModel, ids: Tensor, studies: Sequence[Sequence[Study]], steps: int
 ) -> int:
-    """Read texts and generate; return how many layers the model has.
-
-    Args:
-        ids: (texts, n).
-        studies: those of each text.
-    """
+    """Read texts, (texts, n), and generate; return how many layers the model has."""
     cache = build_cache(model, "full")
 
     def watch(step, call, out) -> None:

@@ -13,13 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvtool.cache.tensor_files.heads import (
-    CENTRES,
-    FREQUENCIES,
-    LAYOUT,
-    LENGTHS,
-    rotation_numbers,
-)
+from kvtool.cache.tensor_files.heads import CENTRES, FREQUENCIES, LAYOUT, LENGTHS, rotation_numbers
 from kvtool.maths.pairs import pair_lengths
 from kvtool.maths.rotation import Rotation
 from kvtool.profiling.seen import Seen

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.errors import UsageError, did_you_mean, quote
@@ -17,18 +17,8 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 
 METRICS = (
-    "f_variance",
-    "entropy",
-    "query_cosine",
-    "recompute_frequency",
-    "topk_union",
-    "jaccard",
-    "robustness",
-    "output_error",
-    "answer_loss",
-    "key_basis",
-    "query_centres",
-    "memory",
+    *("f_variance", "entropy", "query_cosine", "recompute_frequency", "topk_union", "jaccard"),
+    *("robustness", "output_error", "answer_loss", "key_basis", "query_centres", "memory"),
 )
 DEFAULT = ("f_variance", "entropy", "query_cosine", "topk_union")
 ON_PROMPTS = {"f_variance", "entropy", "key_basis", "query_centres"}
@@ -162,7 +152,6 @@ def read_request(
     steps = _count(decode, "--decode")
     chosen: Policy | None = None
     sizes: tuple[int, ...] = ()
-    typed = metrics if isinstance(metrics, str) else ",".join(metrics)
     if "answer_loss" in names and samples < 2:
         raise UsageError(
             f"answer_loss needs 2 samples or more, to say how sure it is, got {samples}",
@@ -171,13 +160,12 @@ def read_request(
     asked = [name for name in OF_POLICY if name in names]
     if asked:
         chosen, sizes = _policy_settings(policy, budgets, length, asked)
-    else:
-        for flag, value in (("--policy", policy), ("--budgets", budgets)):
-            if value is not None:
-                raise UsageError(
-                    f"{flag} is that of {' and '.join(OF_POLICY)}, which are not measured",
-                    hint=f"--metrics {typed},output_error",
-                )
+    elif policy is not None or budgets is not None:
+        flag = "--budgets" if policy is None else "--policy"
+        raise UsageError(
+            f"{flag} is that of {' and '.join(OF_POLICY)}, which are not measured",
+            hint=f"--metrics {','.join(names)},output_error",
+        )
     measured = tuple(name for name in names if name != "memory")
     heads = any(by_head for _, by_head in _read_metrics(metrics))
     if heads and chosen is not None:
@@ -198,50 +186,30 @@ def _policy_settings(
 ) -> tuple[Policy, tuple[int, ...]]:
     """Return the policy of metrics that have one, and its budgets in tokens, ascending."""
     policy = parse_policy(name or POLICY)
-    what = " and ".join(asked)
-    if not policy.takes_budget and policy.codec is not None:
+    loss = "answer_loss" in asked
+    reasons = {
+        "keeps everything": not policy.takes_budget,
+        "goes by the model's logits": policy.score.layer_tokens == "same",
+        "cuts its layers together, to repeat a prompt": policy.repetition is not None,
+        "splits a budget over the layers": policy.allocator is not None,
+        "reads part of what it stores": loss and policy.reader is not None,
+        "numbers tokens anew": loss and policy.score.positions == "cache",
+    }
+    why = next((reason for reason, holds in reasons.items() if holds), None)
+    if why is not None:
+        instead = f"--policy {POLICY}, or kvtool eval -t output-error -p "
         raise UsageError(
-            f"policy `{policy}` keeps everything, and a profile measures {what} by budget",
-            hint=f"kvtool eval -t output-error -p {shlex.quote(str(policy))}",
-        )
-    if not policy.takes_budget:
-        raise UsageError(f"policy `{policy}` keeps everything, so it has no {what}")
-    if policy.score.layer_tokens == "same":
-        raise UsageError(
-            f"policy `{policy}` goes by the model's logits, and {what} is measured layer by layer"
-        )
-    if policy.repetition is not None:
-        raise UsageError(
-            f"the layers of `{policy}` are cut together, by what all of them need to repeat a "
-            f"prompt, and {what} is measured layer by layer"
-        )
-    if policy.allocator is not None:
-        base = "snapkv" if policy.allocate is None else replace(policy, allocate=None)
-        raise UsageError(
-            f"policy `{policy}` splits a budget over the layers; "
-            f"{what} is measured with the same in each",
-            hint=f"--policy {base}",
-        )
-    if "answer_loss" in asked and policy.reader is not None:
-        raise UsageError(
-            f"policy `{policy}` reads part of what it stores, token by token; answer_loss reads "
-            "an answer in one block",
-            hint="--metrics output_error",
-        )
-    if "answer_loss" in asked and policy.score.positions == "cache":
-        raise UsageError(
-            f"policy `{policy}` numbers tokens anew, so its layers cannot be cut one by one",
-            hint=f"--policy {POLICY}",
+            f"policy `{policy}` {why}; {' and '.join(asked)} is measured layer by layer, by budget",
+            hint=instead + shlex.quote(str(policy)),
         )
     budgets = set()
     for size in map(Budget.parse, filter(None, map(str.strip, given or SHARES))):
-        if size.bytes is not None or size.share is not None:
+        whole = size.bytes is not None or size.share is not None
+        if whole or size.for_prompt(tokens) > tokens:
             raise UsageError(
-                f"--budgets: {size} is a size of the whole cache", hint="use tokens or shares"
+                f"--budgets: {size} is not within the {tokens} tokens of a text",
+                hint="use tokens or shares of a text",
             )
-        budget = size.for_prompt(tokens)
-        if budget > tokens:
-            raise UsageError(f"--budgets: {budget} is above the {tokens} tokens of a text")
-        policy.check_budget(budget)
-        budgets.add(budget)
+        policy.check_budget(size.for_prompt(tokens))
+        budgets.add(size.for_prompt(tokens))
     return policy, tuple(sorted(budgets))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from kvtool.report.panels import (
     covered,
     dashed,
     face,
+    log_tokens,
     log_y,
     looks,
     name_hollow,
@@ -52,17 +53,20 @@ _MOST_SAMPLED = 16  # points beyond which markers are thinned out
 
 @dataclass(frozen=True)
 class _Line:
-    """A line of one variant."""
+    """A line of one variant; hollow if it was not fed like the full cache."""
 
     variant: VariantEntry
     family: Family
     x: Sequence[float]
     y: Sequence[float]
+    hollow: bool
 
     @property
-    def budget(self) -> str | None:
-        """The variant's budget as it is written; None: it has none."""
-        return None if self.variant.budget is None else str(self.variant.budget)
+    def first_evicting(self) -> float:
+        """The position from which a budget in tokens can change results, else 0."""
+        budget = self.variant.budget
+        unit, size = ("", 0) if budget is None else budget_size(budget)
+        return float(size) if unit == "tokens" else 0.0
 
 
 def curves(document: ResultsDocument) -> list[tuple[str, CurveEntry]]:
@@ -90,57 +94,37 @@ def _is_less_full(document: ResultsDocument, task: str, curve: CurveEntry) -> bo
     return curve.name == _LIKELIHOOD and curve.name in names
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """Where the lines of a figure are drawn.
-
-    Attributes:
-        alone: whether all lines with a budget are of one policy.
-        budgets: of the lines, ascending.
-    """
-
-    alone: bool
-    budgets: list[str]
-
-    @classmethod
-    def of(cls, lines: Sequence[_Line]) -> _Layout:
-        """Lay lines out: a panel per budget, or one panel for one policy or one budget."""
-        budgets = dict.fromkeys(line.budget for line in lines if line.budget is not None)
-        policies = {line.family.label for line in lines if line.budget is not None}
-        return cls(len(policies) <= 1, sorted(budgets, key=budget_size))
-
-    @property
-    def together(self) -> bool:
-        """Whether all lines share a panel."""
-        return self.alone or len(self.budgets) <= 1
-
-    @property
-    def panels(self) -> Sequence[str | None]:
-        """The budget of each panel; None: all of them."""
-        return [None] if self.together else self.budgets
-
-    def style(self, line: _Line, look: Look) -> Look:
-        """Return the look of a line, with dashes of its budget where budgets share a panel."""
-        if self.together and line.budget is not None and len(self.budgets) > 1:
-            return dashed(look, self.budgets.index(line.budget))
-        return look
-
-
 def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
     """Return one curve of a task: a line per policy, a panel per budget.
 
     With one policy only, its budgets share a panel and have line styles of their own.
     """
-    lines, found = _lines(document, task, name)
-    curve = found[-1]
+    lines, curve = _lines(document, task, name)
     left_out: list[str] = []
     if _is_less_full(document, task, curve):
-        lines, left_out = _less_full(document, task, lines)
-    layout = _Layout.of(lines)
-    figure, panels = new_panels(len(layout.panels), sharey=True)
-    for panel, budget in zip(panels, layout.panels, strict=True):
-        shown = [line for line in lines if budget is None or line.budget in (None, budget)]
-        _draw_lines(panel, document, task, shown, layout)
+        left_out = list(dict.fromkeys(line.family.label for line in lines if line.hollow))
+        lines = _less_full([line for line in lines if not line.hollow])
+    limited = [line for line in lines if line.variant.budget is not None]
+    budgets = sorted({str(line.variant.budget) for line in limited}, key=budget_size)
+    alone = len({line.family.label for line in limited}) <= 1
+    together = alone or len(budgets) <= 1
+    look, wanted = looks(document), [None] if together else budgets
+    figure, panels = new_panels(len(wanted), sharey=True)
+    for panel, budget in zip(panels, wanted, strict=True):
+        shown = [
+            line
+            for line in lines
+            if budget is None or line.variant.budget is None or str(line.variant.budget) == budget
+        ]
+        values = [dict(zip(line.x, line.y, strict=True)) for line in shown]
+        colours = None if alone else [look[line.family.label].colour for line in shown]
+        for line, by_x, hidden in zip(shown, values, covered(values, colours), strict=True):
+            own = look[line.family.label]
+            if together and line.variant.budget is not None and len(budgets) > 1:
+                own = dashed(own, budgets.index(str(line.variant.budget)))
+            if not line.family.is_full:  # which is drawn over the others
+                widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
+            _draw_line(panel, line, own, line.variant.name if together else line.family.long_label)
         _curve_axes(panel, shown, curve)
         if left_out:
             panel.plot([], [], " ", label=f"not drawn: {', '.join(left_out)} (fed in blocks)")
@@ -149,23 +133,6 @@ def curve_figure(document: ResultsDocument, task: str, name: str) -> Figure:
         panel.set_ylabel(y_label(document, task, curve))
     add_legend(figure, panels)
     return figure
-
-
-def _draw_lines(
-    panel: Axes, document: ResultsDocument, task: str, lines: list[_Line], layout: _Layout
-) -> None:
-    """Draw lines, and widen each where others cover it."""
-    look = looks(document)
-    values = [dict(zip(line.x, line.y, strict=True)) for line in lines]
-    colours = None if layout.alone else [look[line.family.label].colour for line in lines]
-    for line, by_x, hidden in zip(lines, values, covered(values, colours), strict=True):
-        own = layout.style(line, look[line.family.label])
-        if not line.family.is_full:  # which is drawn over the others
-            widen_covered(panel, {x: (x, y) for x, y in by_x.items()}, hidden, own.colour)
-        label = line.variant.name if layout.together else line.family.long_label
-        result = document.of(line.variant.name, task)
-        hollow = result is not None and not fed_like_full(document, result)
-        _draw_line(panel, line, own, label, hollow)
 
 
 def _curves(result: TaskResult) -> list[CurveEntry]:
@@ -191,65 +158,46 @@ def _curves(result: TaskResult) -> list[CurveEntry]:
     return [*result.curves, entry]
 
 
-def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], list[CurveEntry]]:
-    """Return a curve of every variant that has it, for drawing and as the results have it."""
-    lines, found = [], []
+def _lines(document: ResultsDocument, task: str, name: str) -> tuple[list[_Line], CurveEntry]:
+    """Return the line of every variant that has a curve, and the curve of the last one."""
+    lines = []
     for family in families(document):
         for variant in family.variants:
             result = document.of(variant.name, task)
             for curve in _curves(result) if result else []:
-                if curve.name == name:
-                    found.append(curve)
-                    lines.append(_Line(variant, family, curve.x, curve.y))
-    return lines, found
+                if result is not None and curve.name == name:
+                    last, hollow = curve, not fed_like_full(document, result)
+                    lines.append(_Line(variant, family, curve.x, curve.y, hollow))
+    return lines, last
 
 
-def _less_full(
-    document: ResultsDocument, task: str, lines: list[_Line]
-) -> tuple[list[_Line], list[str]]:
-    """Return lines less the full cache's, from the budget on, and the policies left out.
-
-    Those are left out that were fed in other blocks than the full cache.
-    """
+def _less_full(lines: list[_Line]) -> list[_Line]:
+    """Return lines less the full cache's, from the budget on."""
     full = next(line for line in lines if line.family.is_full)
     theirs = dict(zip(full.x, full.y, strict=True))
-    first = min((_first_evicting(line.variant) for line in lines if line is not full), default=0.0)
-    drawn, left_out = [], []
+    first = min((line.first_evicting for line in lines if line is not full), default=0.0)
+    drawn = []
     for line in lines:
-        result = document.of(line.variant.name, task)
-        if result is None or not fed_like_full(document, result):
-            left_out.append(line.family.label)
-            continue
-        start = first if line is full else _first_evicting(line.variant)
-        points = [
-            (x, y - theirs[x])
-            for x, y in zip(line.x, line.y, strict=True)
-            if x in theirs and x >= start
-        ]
-        x, y = [x for x, _ in points], [y for _, y in points]
-        drawn.append(_Line(line.variant, line.family, x, y))
-    return drawn, list(dict.fromkeys(left_out))
+        start = first if line is full else line.first_evicting
+        points = zip(line.x, line.y, strict=True)
+        less = {x: y - theirs[x] for x, y in points if x in theirs and x >= start}
+        drawn.append(replace(line, x=list(less), y=list(less.values())))
+    return drawn
 
 
-def _first_evicting(variant: VariantEntry) -> float:
-    """Return the position from which a budget in tokens can change results, else 0."""
-    unit, size = ("", 0) if variant.budget is None else budget_size(variant.budget)
-    return float(size) if unit == "tokens" else 0.0
-
-
-def _draw_line(panel: Axes, line: _Line, look: Look, label: str, hollow: bool) -> None:
+def _draw_line(panel: Axes, line: _Line, look: Look, label: str) -> None:
     panel.plot(
         line.x,
         line.y,
         color=look.colour,
         marker=look.marker,
-        markerfacecolor=face(look, hollow),
+        markerfacecolor=face(look, line.hollow),
         markevery=max(1, len(line.x) // _MOST_SAMPLED),
         linestyle=look.dashes,
         zorder=3 if line.family.is_full else 2,
         label=label,
     )
-    if hollow:
+    if line.hollow:
         name_hollow(panel)
 
 
@@ -257,9 +205,7 @@ def _curve_axes(panel: Axes, lines: list[_Line], curve: CurveEntry) -> None:
     x = sorted({value for line in lines for value in line.x})
     y = [value for line in lines for value in line.y if math.isfinite(value)]
     if is_geometric(x):
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(lambda value, _: formats.tokens(value))
-        panel.minorticks_off()
+        log_tokens(panel)
     if len(x) <= _MOST_TICKS:
         panel.set_xticks(x, [formats.tokens(value) for value in x])
     elif not is_geometric(x) and all(float(value).is_integer() for value in x):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import write_with
+from kvtool.report import formats
+from kvtool.report.colour_scale import CIVIDIS, INK, ink_on
 from kvtool.report.variants import FULL, families, wrap
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.colorbar import Colorbar
     from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
     from kvtool.documents.results import ResultsDocument, TaskResult
 
@@ -63,10 +67,9 @@ def dodge(places: Sequence[float], *, near: float, step: float) -> list[float]:
     """
     moved = list(places)
     for group in neighbours(places, near=near):
-        middle = (places[group[0]] * places[group[-1]]) ** 0.5 if len(group) > 1 else 0.0
-        for rank, i in enumerate(group):
-            if len(group) > 1:
-                moved[i] = middle * step ** (rank - (len(group) - 1) / 2)
+        for rank, i in enumerate(group if len(group) > 1 else []):
+            middle = (places[group[0]] * places[group[-1]]) ** 0.5
+            moved[i] = middle * step ** (rank - (len(group) - 1) / 2)
     return moved
 
 
@@ -88,24 +91,18 @@ def covered(
     ]
     values = [y for line in drawn for y in line.values()]
     near = _NEAR * (max(values) - min(values)) if values else 0.0
-
-    def lies_on(other: Mapping[float, float], line: Mapping[float, float], x: float) -> bool:
-        return x in other and abs(other[x] - line[x]) <= near
-
-    found = []
+    found: list[dict[tuple[float, float], int]] = []
     for i, line in enumerate(drawn):
-        later = [j for j in range(i + 1, len(drawn)) if drawn_in[j] != drawn_in[i]]
-        counts = {
-            (x, after): len(
-                {
-                    drawn_in[j]
-                    for j in later
-                    if lies_on(drawn[j], line, x) and lies_on(drawn[j], line, after)
-                }
-            )
-            for x, after in pairwise(line)
-        }
-        found.append({piece: count for piece, count in counts.items() if count})
+        found.append({})
+        for piece in pairwise(line):
+            over = {
+                drawn_in[j]
+                for j in range(i + 1, len(drawn))
+                if drawn_in[j] != drawn_in[i]
+                and all(x in drawn[j] and abs(drawn[j][x] - line[x]) <= near for x in piece)
+            }
+            if over:
+                found[i][piece] = len(over)
     return found
 
 
@@ -121,15 +118,12 @@ def pareto_front(points: Sequence[tuple[float, float]], *, lower_is_better: bool
     Args:
         points: of each, its cost and its score.
     """
-    sign = -1 if lower_is_better else 1
-
-    def beaten(cost: float, score: float) -> bool:
-        return any(
-            one <= cost and sign * other >= sign * score and (one, other) != (cost, score)
-            for one, other in points
-        )
-
-    kept = [i for i, point in enumerate(points) if not beaten(*point)]
+    losses = [(cost, score if lower_is_better else -score) for cost, score in points]
+    kept = [
+        i
+        for i, mine in enumerate(losses)
+        if not any(a <= mine[0] and b <= mine[1] and (a, b) != mine for a, b in losses)
+    ]
     return sorted(kept, key=lambda i: (points[i][0], i))
 
 
@@ -137,12 +131,9 @@ _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
 _DASHES = ("-", "--", "-.", ":")
 GRID, FRONT = "#dddddd", "#d5d5d5"
-FULL_LINE: dict[str, Any] = {
-    "color": "black",
-    "linestyle": ":",
-    "linewidth": 1.4,
-    "zorder": 3,
-}  # over the others
+FULL_LINE: dict[str, Any] = {"color": "black", "linestyle": ":", "linewidth": 1.4, "zorder": 3}
+"""The full cache's line, over the others."""
+
 _SETTINGS = {
     "font.size": 9,
     "font.sans-serif": ["DejaVu Sans", "Verdana"],  # ours, and one as wide where it is missing
@@ -194,15 +185,11 @@ def looks(document: ResultsDocument) -> dict[str, Look]:
         if family.is_full:
             found[family.label] = Look("black", "", ":")
             continue
-        rank, shape = 0, codecs.index(family.codec)
-        colour = "black"
-        if family.base != FULL:
-            rank = bases.index(family.base)
-            colour = _COLOURS[rank % len(_COLOURS)]
-        if len(codecs) == 1:
-            shape = rank
-        else:  # other markers for bases whose colours come again
-            shape += rank // len(_COLOURS) * len(codecs)
+        rank = 0 if family.base == FULL else bases.index(family.base)
+        colour = "black" if family.base == FULL else _COLOURS[rank % len(_COLOURS)]
+        shape = rank
+        if len(codecs) > 1:  # other markers for bases whose colours come again
+            shape = codecs.index(family.codec) + rank // len(_COLOURS) * len(codecs)
         dashes = "--" if family.reads else "-"
         found[family.label] = Look(colour, _MARKERS[shape % len(_MARKERS)], dashes)
     return found
@@ -373,6 +360,50 @@ def whole_ticks(axis: Axis) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+
+
+def heat_map(
+    panel: Axes,
+    values: Any,
+    *,
+    most: float | None = None,
+    says: Callable[[float | None], str] | None = None,
+) -> AxesImage:
+    """Draw numbers as colours, the first row on top, None as a gap.
+
+    Args:
+        most: the number at the light end, where the dark one is 0; None: those of the values.
+        says: what is written upon a number, unless there are too many.
+    """
+    import numpy as np
+    from matplotlib import colormaps
+
+    numbers = np.array(values, dtype=float)
+    colours = colormaps[CIVIDIS].with_extremes(bad="#e6e6e6")
+    low = None if most is None else 0.0
+    image = panel.imshow(numbers, cmap=colours, vmin=low, vmax=most, aspect="auto")
+    if says is not None:
+        for (y, x), number in np.ndenumerate(numbers):
+            value = None if math.isnan(number) else float(number)
+            ink = INK["black" if value is None else ink_on(value / (most or 1.0))]
+            panel.text(x, y, says(value), ha="center", va="center", fontsize=6, color=ink)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    return image
+
+
+def colour_bar(image: AxesImage, panels: Axes | list[Axes], **about: Any) -> Colorbar:
+    """Set the scale of a heat map beside it."""
+    bar = image.figure.colorbar(image, ax=panels, aspect=18, **about)
+    bar.outline.set_visible(False)
+    return bar
+
+
+def log_tokens(panel: Axes) -> None:
+    """Take a log scale across, with numbers of tokens."""
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(lambda value, _: formats.tokens(value))
+    panel.minorticks_off()
 
 
 def log_y(panel: Axes) -> None:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from kvtool.documents.results import ResultsDocument
 from kvtool.errors import KvtoolError
+from kvtool.evaluation.costs import spent_by_variant
 from kvtool.extras import require
-from kvtool.report.budgets import budget_figure, budget_panels
-from kvtool.report.cost_pictures import cost_figure
-from kvtool.report.costs import spent_by_variant
+from kvtool.report.cost_pictures import cost_figure, kept_by_layer, layers_figure
 from kvtool.report.curves import curve_figure, curves, y_label
-from kvtool.report.needles import kept_by_layer, layers_figure, needle_figure, needle_tasks
+from kvtool.report.needles import needle_figure, needle_tasks
 from kvtool.report.panels import drawing, save
-from kvtool.report.score_lines import held_figure, held_tasks
+from kvtool.report.score_lines import budget_figure, budget_panels, held_figure, held_tasks
 from kvtool.report.variants import labelled
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""A plan as a table with bars for a terminal, and as a picture."""
+"""A plan as a table with bars for a terminal, its ways as a table, and a plan as a picture."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,15 +10,14 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from kvtool.documents.plan import PlanDocument, RocketKVSection, Target
+from kvtool.documents.plan import PlanDocument, RocketKVSection, Target, Way
 from kvtool.planning.budgets import planned_budgets
 from kvtool.planning.rocketkv_stages import goes_by_stages
 from kvtool.policies.grammar import read_spelling
 from kvtool.report import formats
 from kvtool.report.panels import drawing, new_figure, save, whole_ticks
 from kvtool.report.table import Cell, Column, Row, Table
-from kvtool.report.terminal import rich_table
-from kvtool.report.ways import ways_tables
+from kvtool.report.terminal import FittingTables, rich_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,11 +33,8 @@ def plan_table(plan: PlanDocument) -> RenderableType:
     stored, prompt, rows = stored_tokens(plan), plan.target.prompt_tokens, []
     heads = plan.layers.heads
     for first, last in _equal_layers(plan, stored):
-        kind, tokens, fixed = (
-            plan.model.layer_types[first],
-            stored[first],
-            first not in plan.free_layers,
-        )
+        kind, tokens = plan.model.layer_types[first], stored[first]
+        fixed = first not in plan.free_layers
         share = kind.removesuffix("_attention") if fixed else formats.share(tokens / prompt)
         own = [] if heads is None else [_span(heads[first])]
         cells = list(map(Cell, (f"{tokens:,}", *own, share, bar(tokens / max(stored)))))
@@ -190,3 +187,83 @@ def draw_plan(plan: PlanDocument, path: Path) -> None:
     """Write the picture of a plan, in the format of the suffix."""
     with drawing():
         save(plan_figure(plan), path)
+
+
+MOST = 12
+"""Ways that are shown; a plan as YAML or JSON has all."""
+
+_COLUMNS = (
+    Column("way", words=True),
+    Column("keeps", "tokens"),
+    Column("of the", "prompt"),
+    Column("holds"),
+    Column("peak"),
+    Column("a token", "reads"),
+    Column("answers lost", "known / later"),
+)
+
+
+def ways_tables(plan: PlanDocument, ways: Sequence[Way]) -> list[RenderableType]:
+    """Return the ways that fit, what the columns mean, what does not fit, and the commands."""
+    fitting = [way for way in ways if way.fits]
+    shown, others = fitting[:MOST], fitting[MOST:]
+    parts: list[RenderableType] = [Text(_ways_heading(plan, fitting), style="bold")]
+    if shown:
+        parts.append(FittingTables(Table(_COLUMNS, list(map(_way_row, shown)))))
+    lines = [
+        _peaks(plan, shown),
+        f"Order: answers lost, by the worse of a known and a later question, {plan.ways_source}. "
+        "Of ways within 5 points the one that keeps more comes first.",
+    ]
+    if any(way.key_bits <= 4 for way in shown):
+        lines.append("* keys in 4 bits cost reasoning in steps; k8v4 keeps keys in 8 bits.")
+    if others:
+        lines.append(f"{len(others)} more ways fit, and are expected to lose more: -f yaml.")
+    missing = [way for way in ways if not way.fits]
+    if missing:
+        named = (f"{way.policy} by {formats.size(way.excess)}" for way in missing)
+        lines.append(f"Does not fit: {', '.join(named)}.")
+    parts += [Text(line) for line in lines]
+    if shown:
+        parts.append(Text("Run one, with --prompt-file FILE for a text of yours:"))
+    # a command has a line of its own, which is copied whole however long it is
+    commands = (Text(f"  {way.command}", no_wrap=True, overflow="ignore") for way in shown)
+    return [*parts, *commands]
+
+
+def _ways_heading(plan: PlanDocument, fitting: Sequence[Way]) -> str:
+    target, device = plan.target, plan.device
+    rows = f" x {target.batch} rows" if target.batch > 1 else ""
+    asked = f"prompts of {target.prompt_tokens:,} tokens{rows}"
+    count = "1 way fits" if len(fitting) == 1 else f"{len(fitting) or 'no'} ways fit"
+    if device is None:
+        return f"{asked} in {formats.size(target.bytes or 0)}: {count}"
+    memory, weights = formats.size(device.memory), formats.size(device.weights)
+    return f"{asked} in {memory}, {weights} of them weights: {count}"
+
+
+def _way_row(way: Way) -> Row:
+    star = " *" if way.key_bits <= 4 else ""
+    reads = formats.size(way.traffic)
+    numbers = (
+        f"{way.tokens:,}",
+        formats.share(way.share),
+        formats.size(way.bytes),
+        formats.size(way.peak_bytes),
+        reads,
+        f"{_lost(way.loss.known)} / {_lost(way.loss.later)}",
+    )
+    return Row(f"{way.policy}{star}", list(map(Cell, numbers)))
+
+
+def _lost(loss: float | None) -> str:
+    return formats.MISSING if loss is None else f"{loss:.0%}"
+
+
+def _peaks(plan: PlanDocument, shown: Sequence[Way]) -> str:
+    included = "the weights" if plan.device is not None else "the cache, without weights"
+    ways = {way.prefill for way in shown}
+    read = "in blocks (--prefill block)" if "block" in ways else "at once"
+    most = max((way.peak.full for way in shown), default=0)
+    at_once = f"; at once up to {formats.size(most)}" if "block" in ways else ""
+    return f"Peak: {included} and what reading the prompt takes {read}, estimated{at_once}."

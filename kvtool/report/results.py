@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtool.documents.results import CellEntry, ResultsDocument, TaskResult, VariantEntry
+from kvtool.evaluation.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report import formats
-from kvtool.report.costs import UNTESTED, Spent, is_tested, relative, spent_by_variant, spent_on
 from kvtool.report.metrics import headline, meaning, title
 from kvtool.report.needles import is_needle, needle_grids, scale
-from kvtool.report.table import Cell, Column, Note, Row, Table
+from kvtool.report.table import Cell, Column, Note, Row, Table, row
 from kvtool.report.variants import (
     FULL,
     families,
@@ -29,28 +28,18 @@ _MOST_CELLS = 24
 _MOST_LETTERS = 240  # of an answer
 _HEAD = Column("variant", words=True)
 _COST = [
-    Column("held", "buffers, state"),
-    Column("× smaller", "held"),
-    Column("K/V"),
-    Column("of full"),
-    Column("policy state"),
-    Column("prefill", "s"),
-    Column("decode", "tokens/s"),
-    Column("× full"),
-    Column("written", "tokens"),
-    Column("evicted in", "of samples"),
-]
-_SHORT_COST = [
     Column(title, below, folds=True, group="cost of all tasks")
     for title, below in (
         ("K/V", "of full"),
         ("held", "smaller"),
+        ("policy", "state"),
         ("prefill", "s"),
         ("decode", "tokens/s"),
         ("written", "tokens"),
         ("evicted", "in"),
     )
 ]
+_STATE = 3  # the place of the policy's state, for which a terminal is too narrow
 
 
 def summary(document: ResultsDocument) -> Table:
@@ -70,16 +59,11 @@ def summary(document: ResultsDocument) -> Table:
 
 
 def summary_with_costs(document: ResultsDocument) -> Table:
-    """Return the scores of all variants and, in few columns, their costs."""
-    scores, spent = summary(document), spent_by_variant(document)
-    if not spent:
+    """Return the scores of all variants and their costs, as narrow as a terminal wants them."""
+    scores, spent = summary(document), costs(document)
+    if spent is None:
         return scores
-    costs = (_short_cost(row.head, spent, document) for row in scores.rows)
-    rows = [
-        replace(row, cells=[*row.cells, *cost])
-        for row, cost in zip(scores.rows, costs, strict=True)
-    ]
-    return Table([*scores.columns, *_SHORT_COST], rows)
+    return scores.beside(spent.pick([i for i in range(len(spent.columns)) if i != _STATE]))
 
 
 def means(document: ResultsDocument) -> list[tuple[str, str]]:
@@ -87,13 +71,15 @@ def means(document: ResultsDocument) -> list[tuple[str, str]]:
     return [(name, ", ".join(_mean_of(document, name))) for name in _suites(document)]
 
 
-def costs(document: ResultsDocument) -> Table | None:
-    """Return what the variants cost, or None where no task measured it."""
-    spent = spent_by_variant(document)
-    if not spent:
-        return None
+def costs(document: ResultsDocument, spent: dict[str, Spent] | None = None) -> Table | None:
+    """Return what the variants cost, or None where no task measured it.
+
+    Args:
+        spent: by variant; None: over all tasks.
+    """
+    spent = spent_by_variant(document) if spent is None else spent
     rows = _rows(document, lambda variant: _cost(variant.name, spent, document))
-    return Table([_HEAD, *_COST], rows)
+    return Table([_HEAD, *_COST], rows) if spent else None
 
 
 def task(document: ResultsDocument, name: str) -> Table:
@@ -101,20 +87,20 @@ def task(document: ResultsDocument, name: str) -> Table:
     results = {result.variant: result for result in results_of(document, name)}
     names = dict.fromkeys(m.name for result in results.values() for m in result.metrics)
     others = [n for n in names if any(n != result.metric for result in results.values())]
-    measured = {variant: spent_on([result]) for variant, result in results.items()}
-    spent = {variant: cost for variant, cost in measured.items() if cost is not None}
 
     def cells(variant: VariantEntry) -> list[Cell]:
         result = results.get(variant.name)
-        row = [_score(result, variant), *(_metric(result, other) for other in others)]
-        row.append(Cell(str(result.n) if result else formats.MISSING))
+        metrics = [_score(result, variant), *(_metric(result, other) for other in others)]
         failed = result.failed if result else 0
-        row.append(Cell(str(failed), look="failed" if failed else ""))
-        return [*row, *(_cost(variant.name, spent, document) if spent else [])]
+        count = Cell(str(result.n) if result else formats.MISSING)
+        return [*metrics, count, Cell(str(failed), look="failed" if failed else "")]
 
     named = [Column(title(other), other) for other in others]
     columns = [_HEAD, _task_column(document, name), *named, Column("n"), Column("failed")]
-    return Table([*columns, *(_COST if spent else [])], _rows(document, cells))
+    scores = Table(columns, _rows(document, cells))
+    measured = {variant: spent_on([result]) for variant, result in results.items()}
+    spent = costs(document, {name: cost for name, cost in measured.items() if cost is not None})
+    return scores if spent is None else scores.beside(spent)
 
 
 def meanings(document: ResultsDocument, name: str) -> list[tuple[str, str]]:
@@ -135,11 +121,11 @@ def cells(document: ResultsDocument, name: str) -> Table | None:
     if not 1 < len(places) <= _MOST_CELLS:
         return None
 
-    def row(variant: VariantEntry) -> list[Cell]:
+    def parts(variant: VariantEntry) -> list[Cell]:
         found = by_variant.get(variant.name, {})
-        return [_cell(*found[p]) if p in found else Cell(formats.MISSING) for p in places]
+        return [_part(*found[p]) if p in found else Cell(formats.MISSING) for p in places]
 
-    return Table([_HEAD, *map(Column, places)], _rows(document, row))
+    return Table([_HEAD, *map(Column, places)], _rows(document, parts))
 
 
 def wrong(answers: Sequence[WrongAnswer]) -> Table:
@@ -147,9 +133,9 @@ def wrong(answers: Sequence[WrongAnswer]) -> Table:
     rows = []
     for each in answers:
         where = each.sample if each.question is None else f"{each.sample}, question {each.question}"
-        wanted = " or ".join(_shortened(reference) for reference in each.references)
-        said = (where, _shortened(each.answer), wanted, formats.score(each.score, each.best))
-        rows.append(Row(each.variant, list(map(Cell, said))))
+        wanted = " or ".join(map(_shortened, each.references))
+        score = formats.score(each.score, each.best)
+        rows.append(row(each.variant, where, _shortened(each.answer), wanted, score))
     named = [Column(title, words=True) for title in ("sample", "answer", "reference")]
     return Table([_HEAD, *named, Column("score")], rows)
 
@@ -166,9 +152,9 @@ def gates(document: ResultsDocument) -> Table:
     for gate in document.gates:
         value = formats.MISSING if gate.value is None else formats.plain(gate.value)
         outcome = Cell("passed", look="better") if gate.passed else Cell("FAILED", look="failed")
-        said = (gate.task, formats.gate_name(gate), value, formats.plain(gate.limit))
-        rows.append(Row(gate.variant, [*map(Cell, said), outcome]))
-    named = [Column(title, words=True, folds=True) for title in ("variant", "task", "gate")]
+        limit = formats.plain(gate.limit)
+        rows.append(row(formats.gate_name(gate), gate.variant, gate.task, value, limit, outcome))
+    named = [Column(title, words=True, folds=True) for title in ("gate", "variant", "task")]
     return Table([*named, *map(Column, ("value", "limit", ""))], rows)
 
 
@@ -213,7 +199,6 @@ def _task_column(document: ResultsDocument, name: str) -> Column:
         headline(some),
         short=f"{lines}\n{some.metric} {formats.direction(some)}",
         folds=True,
-        aligned=True,
         group=f"suite {suite(name)}",
     )
 
@@ -230,20 +215,22 @@ def _mean_of(document: ResultsDocument, name: str) -> list[str]:
 def _score(result: TaskResult | None, variant: VariantEntry) -> Cell:
     if result is None:
         return Cell(formats.MISSING)
-    notes = []
-    if (pair := result.paired) is None:
-        notes.append(Note(formats.stderr(result.stderr, result.best), kind="error"))
-    if result.delta is not None and variant.policy != FULL:
-        delta = formats.signed(result.delta, result.best)
-        notes.append(Note(delta, formats.tone(result), kind="difference"))
+    pair, best = result.paired, result.best
+    notes = [Note(formats.stderr(result.stderr, best))] if pair is None else []
+    if variant.policy != FULL:
+        notes.append(Note(formats.signed(result.delta, best), formats.tone(result)))
     if pair is not None:
-        notes.append(Note(formats.interval(pair.low, pair.high, result.best), kind="interval"))
+        notes.append(Note(formats.interval(pair.low, pair.high, best)))
     if not is_tested(result, variant):
-        notes.append(Note(UNTESTED, "dim", kind="mark"))
+        notes.append(Note(UNTESTED, "dim"))
     if result.failed:
-        notes.append(Note(f"!{result.failed}", "failed", kind="failed"))
-    written = tuple(note for note in notes if note.text)
-    return Cell(formats.score(result.value, result.best), written)
+        notes.append(Note(f"!{result.failed}", "failed"))
+    return _cell(formats.score(result.value, best), *notes)
+
+
+def _cell(text: str, *notes: Note) -> Cell:
+    """Return a cell with those of the notes that say something."""
+    return Cell(text, tuple(note for note in notes if note.text))
 
 
 def _metric(result: TaskResult | None, name: str) -> Cell:
@@ -258,77 +245,44 @@ def _place(at: dict[str, int | float | str]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in at.items())
 
 
-def _cell(result: TaskResult, cell: CellEntry) -> Cell:
+def _part(result: TaskResult, cell: CellEntry) -> Cell:
     error = Note(formats.stderr(cell.stderr, result.best))
-    return Cell(formats.score(cell.value, result.best), (error,))
+    return _cell(formats.score(cell.value, result.best), error)
 
 
 def _average(document: ResultsDocument, name: str, variant: VariantEntry) -> Cell:
-    found = [
+    mine = (
         each for each in document.averages if (each.suite, each.variant) == (name, variant.name)
-    ]
-    if not found:
+    )
+    average = next(mine, None)
+    if average is None:
         return Cell(formats.MISSING)
-    average = found[0]
     some = results_of(document, average.tasks[0])[0]
-    note = Note("", width=6)
-    if average.delta is not None and variant.policy != FULL:
-        tone = formats.tone(some.model_copy(update={"delta": average.delta}))
-        note = Note(formats.signed(average.delta, some.best), tone, width=6)
-    return Cell(formats.score(average.value, some.best), (note,))
+    text = formats.score(average.value, some.best)
+    if variant.policy == FULL:
+        return Cell(text)
+    tone = formats.tone(some.model_copy(update={"delta": average.delta}))
+    return _cell(text, Note(formats.signed(average.delta, some.best), tone))
 
 
 def _cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Cell]:
     cost = spent.get(variant)
     if cost is None:
         return [Cell(formats.MISSING)] * len(_COST)
-    decoded, ratio, smaller = _against_full(cost, spent, document)
-    said = (
-        formats.size(cost.held_bytes),
-        smaller or formats.MISSING,
-        formats.size(cost.kv_bytes),
-        formats.share(cost.kv_share),
-        formats.size(cost.state_bytes),
-        formats.plain(cost.prefill_s),
-        decoded,
-        ratio or formats.MISSING,
-        *_written(cost),
-    )
-    return list(map(Cell, said))
-
-
-def _short_cost(variant: str, spent: dict[str, Spent], document: ResultsDocument) -> list[Cell]:
-    cost = spent.get(variant)
-    if cost is None:
-        return [Cell(formats.MISSING)] * len(_SHORT_COST)
-    decoded, ratio, smaller = _against_full(cost, spent, document)
+    full = full_variant(document)
+    baseline = spent.get(full.name) if full else None
+    decoded = formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate)
+    evicted = formats.MISSING if cost.evicted is None else f"{cost.evicted:.0%}"
     return [
-        Cell(formats.size(cost.kv_bytes), (Note(formats.share(cost.kv_share), width=4),)),
-        Cell(formats.size(cost.held_bytes), (Note(smaller, width=6),)),
+        _cell(formats.size(cost.kv_bytes), Note(formats.share(cost.share(cost.kv_bytes)))),
+        _cell(formats.size(cost.held_bytes), Note(_times(cost.times_smaller(baseline)))),
+        Cell(formats.size(cost.state_bytes)),
         Cell(formats.plain(cost.prefill_s)),
-        Cell(decoded, (Note(ratio, width=5),)),
-        *map(Cell, _written(cost)),
+        _cell(decoded, Note(_times(relative("decode_rate", cost, baseline)))),
+        Cell(f"{cost.written:.1f}"),
+        Cell(evicted),
     ]
 
 
-def _written(cost: Spent) -> tuple[str, str]:
-    """Return the tokens that were written, and in which share of samples any was evicted."""
-    evicted = formats.MISSING if cost.evicted is None else f"{cost.evicted:.0%}"
-    return f"{cost.written:.1f}", evicted
-
-
-def _against_full(
-    cost: Spent, spent: dict[str, Spent], document: ResultsDocument
-) -> tuple[str, str, str]:
-    """Return the decode rate, its ratio to the full cache's, and how many times less is held.
-
-    The last two are empty where the full cache was not measured on the same tasks.
-    """
-    full = full_variant(document)
-    baseline = spent.get(full.name) if full else None
-    ratio, smaller = relative("decode_rate", cost, baseline), cost.times_smaller(baseline)
-    return (
-        formats.MISSING if cost.decode_rate is None else formats.plain(cost.decode_rate),
-        "" if ratio is None else formats.times(ratio),
-        "" if smaller is None else formats.times(smaller),
-    )
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else formats.times(ratio)

@@ -12,6 +12,8 @@ import io
 import re
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
@@ -22,15 +24,13 @@ from kvtool.errors import UsageError
 from kvtool.report.needles import needle_tasks
 from kvtool.report.results import gates, needles, summary_with_costs
 from kvtool.report.rows import rows_of
-from kvtool.report.table import Cell, Column, Row, Table
+from kvtool.report.table import Cell, Table
 from kvtool.report.terminal import FittingTables, rich_table
 from kvtool.report.variants import labelled
 from kvtool.report.words import (
-    asked_in_words,
     asked_title,
-    choices_in_words,
-    claim_lines,
-    differences_in_words,
+    claim_line,
+    claim_table,
     differences_table,
     notes,
     verdict_lines,
@@ -38,52 +38,37 @@ from kvtool.report.words import (
 
 _MOST_PAIRS = 24  # differences that a terminal shows
 _MOST_HEAT_MAPS = 6  # variants whose heat maps a terminal shows; the pictures show all
-_GATE_COLUMNS = (2, 0, 1, 3, 4, 5)  # the gate comes first
 
 
 def summary_table(document: ResultsDocument) -> RenderableType:
     """Return what each variant scored, task by task, what it cost, and the gates."""
     parts: list[RenderableType] = [FittingTables(summary_with_costs(document))]
     if document.gates:
-        parts.append(rich_table(gates(document).pick(_GATE_COLUMNS)))
+        parts.append(rich_table(gates(document)))
     return Group(*parts, Text("\n".join(notes(document)), style="dim"))
 
 
 def results_tables(document: ResultsDocument) -> RenderableType:
     """Return the summary and the verdict, below heat maps of needles if the variants are few."""
     document = labelled(document)
-    summary = summary_table(document)
     few = len(document.variants) <= _MOST_HEAT_MAPS
-    parts = [*([needle_tables(document)] if few else []), summary]
-    claim = [Text(line) for line in claim_lines(document)]
-    return Group(*parts, *_differences(document), *_verdict(document), *claim)
-
-
-def _differences(document: ResultsDocument) -> list[RenderableType]:
-    """Return variants compared with each other, in words; only the first of many."""
-    asked, others = asked_in_words(document), differences_in_words(document)
-    first = _pairs(f"{asked_title(document)}:", asked, len(asked)) if asked else []
-    return [*first, *_pairs("differences on the same samples:", others, _MOST_PAIRS)]
-
-
-def _pairs(title: str, found: list[tuple[str, str, str]], most: int) -> list[RenderableType]:
-    rows = [Row(f"  {task}", [Cell(pair), Cell(said)]) for task, pair, said in found[:most]]
-    left = len(found) - most
-    more = [Text(f"  and {left} more: see report.html")] if left > 0 else []
-    return [Text(title), _list(rows), *more] if found else []
-
-
-def _verdict(document: ResultsDocument) -> list[RenderableType]:
-    """Return the verdict: its rule, and a row for each cost."""
-    lines = [Text(line) for line in verdict_lines(document)[:1]]
-    rows = [Row(f"  by {title}:", [Cell(said)]) for title, said in choices_in_words(document)]
-    return [*lines, _list(rows)] if rows else [*lines]
-
-
-def _list(rows: list[Row]) -> RenderableType:
-    """Return rows of words below each other, without titles."""
-    columns = [Column("", words=True)] * (1 + len(rows[0].cells))
-    return rich_table(Table(columns, rows))
+    parts = [*([needle_tables(document)] if few else []), summary_table(document)]
+    asked, others = (differences_table(document, asked=asked) for asked in (True, False))
+    if asked.rows:
+        parts += [Text(f"{asked_title(document)}:"), rich_table(asked)]
+    if others.rows:
+        first = replace(others, rows=others.rows[:_MOST_PAIRS])
+        parts += [Text("differences on the same samples:"), rich_table(first)]
+    if (left := len(others.rows) - _MOST_PAIRS) > 0:
+        parts.append(Text(f"  and {left} more: see report.html"))
+    verdict, *choices = verdict_lines(document) or [""]
+    if verdict:
+        parts.append(Text("\n".join([verdict, *choices])))
+    if said := claim_line(document):
+        parts.append(Text(f"claim: {said}"))
+    if document.claim_verdict is not None:
+        parts.append(rich_table(claim_table(document.claim_verdict)))
+    return Group(*parts)
 
 
 def needle_tables(document: ResultsDocument) -> RenderableType:
@@ -117,7 +102,7 @@ def exported(document: ResultsDocument, form: str) -> str:
     comments.
     """
     if form == "csv":
-        return _csv(document)
+        return _csv(rows_of(document))
     shown = labelled(document)
     tables, said = [summary_with_costs(shown)], notes(shown)
     if any(each.asked for each in shown.differences):
@@ -131,52 +116,41 @@ def exported(document: ResultsDocument, form: str) -> str:
 
 def markdown(table: Table) -> str:
     """Write a table in the pipes of Markdown."""
-    rows = [[_escaped_pipe(text) for text in row] for row in _texts(table)]
+    head, *rows = _texts(table, {"\\": "\\\\", "|": r"\|"})
     marks = ["---" if column.words else "---:" for column in table.columns]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (rows[0], marks, *rows[1:]))
+    return "\n".join(f"| {' | '.join(texts)} |" for texts in (head, marks, *rows))
 
 
 def latex(table: Table) -> str:
     """Write a table as a `tabular` with the rules of booktabs; groups of rows are spaced."""
-    head, *rows = [[_escaped(text) for text in row] for row in _texts(table)]
+    head, *rows = (" & ".join(texts) + r" \\" for texts in _texts(table, _SPECIAL))
     kinds = "".join("l" if column.words else "r" for column in table.columns)
-    lines = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", _line(head), r"\midrule"]
+    lines = [rf"\begin{{tabular}}{{{kinds}}}", r"\toprule", head, r"\midrule"]
     grouped = not all(row.first for row in table.rows)
-    for i, (row, texts) in enumerate(zip(table.rows, rows, strict=True)):
-        lines += [r"\addlinespace"] if grouped and row.first and i else []
-        lines.append(_line(texts))
+    for i, (row, line) in enumerate(zip(table.rows, rows, strict=True)):
+        lines += [r"\addlinespace", line] if grouped and row.first and i else [line]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
 
 
-def _line(texts: Sequence[str]) -> str:
-    return " & ".join(texts) + r" \\"
-
-
-def _texts(table: Table) -> list[list[str]]:
-    """Return the heads and the cells of a table, each in one line."""
+def _texts(table: Table, escapes: dict[str, str]) -> list[list[str]]:
+    """Return the heads and the cells of a table, each in one line, with letters escaped."""
+    heads = [
+        "policy" if each.title == "variant" else f"{each.title} {each.below}".strip()
+        for each in table.columns
+    ]
     rows = [[row.head, *map(_cell, row.cells)] for row in table.rows]
-    heads = ["policy" if column.title == "variant" else _title(column) for column in table.columns]
-    return [heads, *rows]
-
-
-def _title(column: Column) -> str:
-    return " ".join(f"{column.title} {column.below}".split())
+    special = re.compile("|".join(map(re.escape, escapes)))
+    return [
+        [special.sub(lambda found: escapes[found[0]], text) for text in texts]
+        for texts in (heads, *rows)
+    ]
 
 
 def _cell(cell: Cell) -> str:
-    return " ".join([cell.text, *(note.text for note in cell.written_notes if note.text)])
+    return " ".join([cell.text, *(note.text for note in cell.notes)])
 
 
-def _escaped(text: str) -> str:
-    return re.sub("|".join(map(re.escape, _SPECIAL)), lambda found: _SPECIAL[found[0]], text)
-
-
-def _escaped_pipe(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("|", r"\|")
-
-
-def _csv(document: ResultsDocument) -> str:
-    rows = rows_of(document)
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else ["variant"], lineterminator="\n")
     writer.writeheader()
@@ -185,19 +159,8 @@ def _csv(document: ResultsDocument) -> str:
 
 
 RULER = (
-    "cwe",
-    "fwe",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multiquery",
-    "niah_multivalue",
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "qa_1",
-    "qa_2",
-    "vt",
+    *("cwe", "fwe", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3", "niah_multiquery"),
+    *("niah_multivalue", "niah_single_1", "niah_single_2", "niah_single_3", "qa_1", "qa_2", "vt"),
 )
 _SUITE = "ruler/"
 
@@ -224,19 +187,13 @@ def board_csv(document: ResultsDocument) -> str:
         UsageError: none of the tasks is one of RULER's.
     """
     check_board(dict.fromkeys(result.task for result in document.results))
-    rows = []
-    for variant in document.variants:
-        results = [
-            result
-            for result in document.results
-            if result.variant == variant.name and result.task.startswith(_SUITE)
+    ruler = [result for result in document.results if result.task.startswith(_SUITE)]
+    return _csv(
+        [
+            _row(document.model.id, each.policy, [r for r in ruler if r.variant == each.name])
+            for each in document.variants
         ]
-        rows.append(_row(document.model.id, variant.policy, results))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    )
 
 
 def _row(model: str, policy: str, results: Sequence[TaskResult]) -> dict[str, object]:

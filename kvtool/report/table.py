@@ -1,7 +1,7 @@
-"""Hold a table, whoever shows it: a terminal, the page or a notebook.
+"""Hold a table, whoever shows it.
 
-`kvtool.report.terminal` lays it out with rich, `table.html` writes it on the page, and
-`kvtool.report.view` writes it in a notebook.
+`terminal` lays it out with rich, `templates` writes it on the page and in a notebook, and
+`results_text` in LaTeX and Markdown.
 """
 
 from __future__ import annotations
@@ -16,20 +16,10 @@ Look = Literal["", "better", "worse", "failed", "dim"]
 
 @dataclass(frozen=True)
 class Note:
-    """A word in small print after a number.
-
-    Attributes:
-        text: the word; empty keeps the place on a terminal only.
-        look: how it is highlighted.
-        kind: what it says; a terminal sets an error close to its number, and lines up the other
-            kinds of a column that is `aligned`.
-        width: the least characters that it takes on a terminal.
-    """
+    """A word in small print after a number."""
 
     text: str
     look: Look = ""
-    kind: Literal["", "error", "difference", "interval", "failed", "mark"] = ""
-    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,8 +27,7 @@ class Cell:
     """A cell of a table.
 
     Attributes:
-        text: what it says.
-        notes: words in small print after it.
+        notes: words in small print after its text.
         look: how it is highlighted.
         share: where its number lies on the scale of colours, from 0 to 1; None: not coloured.
     """
@@ -47,11 +36,6 @@ class Cell:
     notes: tuple[Note, ...] = ()
     look: Look = ""
     share: float | None = None
-
-    @property
-    def written_notes(self) -> tuple[Note, ...]:
-        """The notes without those that keep a place only."""
-        return tuple(note for note in self.notes if note.text or not note.width)
 
 
 @dataclass(frozen=True)
@@ -62,10 +46,8 @@ class Column:
         title: what its cells are.
         below: a second line, such as the unit.
         short: both lines as a terminal has them, where they differ.
-        words: whether it holds words, which are aligned left, and not numbers, which are aligned
-            right.
+        words: whether it holds words, which are aligned left, and not numbers.
         folds: whether a terminal breaks what is too long, and does not cut it off.
-        aligned: whether a terminal lines up the notes of its cells.
         group: columns of one group stay in one table where a terminal needs several.
     """
 
@@ -74,7 +56,6 @@ class Column:
     short: str = ""
     words: bool = False
     folds: bool = False
-    aligned: bool = False
     group: str = ""
 
 
@@ -99,7 +80,7 @@ class Table:
     Without titles of columns it is a list, such as of sentences by topic.
 
     Attributes:
-        caption: what a terminal and a notebook write above it.
+        caption: what is written above it.
         dense: whether its cells touch, as those of a heat map.
     """
 
@@ -111,8 +92,20 @@ class Table:
     def pick(self, places: Sequence[int]) -> Table:
         """Return the table with the columns at these places, in their order; 0 is the first."""
         rows = []
-        for row in self.rows:
-            cells = [Cell(row.head), *row.cells]
+        for each in self.rows:
+            cells = [Cell(each.head), *each.cells]
             first, *others = (cells[place] for place in places)
-            rows.append(replace(row, head=first.text, cells=others))
+            rows.append(replace(each, head=first.text, cells=others))
         return replace(self, columns=[self.columns[place] for place in places], rows=rows)
+
+    def beside(self, other: Table) -> Table:
+        """Return the table with the columns of another one of the same rows after its own."""
+        pairs = zip(self.rows, other.rows, strict=True)
+        rows = [replace(mine, cells=[*mine.cells, *more.cells]) for mine, more in pairs]
+        return replace(self, columns=[*self.columns, *other.columns[1:]], rows=rows)
+
+
+def row(head: str, *cells: str | Cell, look: Look = "") -> Row:
+    """Return a row of cells, of which plain ones are given as their text."""
+    made = [Cell(each) if isinstance(each, str) else each for each in cells]
+    return Row(head, made, look=look)

@@ -11,11 +11,10 @@ from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
 from kvtool.report.colour_scale import colour_at, ink_on
-from kvtool.report.table import Cell, Column, Note, Table
+from kvtool.report.table import Cell, Column, Table
 from kvtool.report.variants import wrap
 
 _STYLES = {"better": "green", "worse": "red", "failed": "bold red", "dim": "dim", "": ""}
-_LINED_UP = ("mark", "difference", "interval", "failed")  # in this order
 
 
 def rich_table(table: Table, *, edge: bool = True) -> rich.Table:
@@ -30,13 +29,13 @@ def rich_table(table: Table, *, edge: bool = True) -> rich.Table:
             Text(column.short or _title(column, dense=table.dense and place > 0)),
             justify="left" if column.words else "right",
             overflow="fold" if column.folds else "ellipsis",
+            no_wrap=not (column.words or column.folds),
         )
-    heads = [Text(row.head, no_wrap=not made.show_header or None) for row in table.rows]
-    columns = [_column(table, place) for place in range(len(table.columns) - 1)]
     grouped = not all(row.first for row in table.rows)
     ends = [grouped and row.first for row in table.rows[1:]] + [False]
-    for row, end, *cells in zip(table.rows, ends, heads, *columns, strict=True):
-        made.add_row(*cells, style=_STYLES[row.look], end_section=end)
+    for row, end in zip(table.rows, ends, strict=True):
+        head = Text(row.head, no_wrap=not made.show_header or None)
+        made.add_row(head, *map(_cell, row.cells), style=_STYLES[row.look], end_section=end)
     return made
 
 
@@ -101,36 +100,12 @@ def _title(column: Column, *, dense: bool) -> str:
     return f"{title}\n{column.below}" if column.below else title
 
 
-def _column(table: Table, place: int) -> list[Text]:
-    """Return the cells of a column after the first."""
-    cells = [row.cells[place] for row in table.rows]
-    return _lined_up(cells) if table.columns[place + 1].aligned else list(map(_plain, cells))
-
-
-def _plain(cell: Cell) -> Text:
+def _cell(cell: Cell) -> Text:
+    """Return a cell with its notes; a standard error is set close to its number."""
     if cell.share is not None:
         colour = ",".join(map(str, colour_at(cell.share)))
         return Text(f" {cell.text}", f"{ink_on(cell.share)} on rgb({colour})")
     text = Text(cell.text, _STYLES[cell.look])
     for note in cell.notes:
-        text.append(" ").append(note.text.rjust(note.width), _STYLES[note.look])
+        text.append("" if note.text.startswith("±") else " ").append(note.text, _STYLES[note.look])
     return text
-
-
-def _lined_up(cells: Sequence[Cell]) -> list[Text]:
-    """Return cells whose numbers are aligned below each other, and so are their notes by kind."""
-    numbers = [cell.text + _of_kind(cell, "error").text for cell in cells]
-    width = max(map(len, numbers), default=0)
-    texts = [Text(number.rjust(width)) for number in numbers]
-    for kind in _LINED_UP:
-        notes = [_of_kind(cell, kind) for cell in cells]
-        width = max((len(note.text) for note in notes), default=0)
-        for text, note in zip(texts, notes, strict=True):
-            said = note.text.rjust(width) if kind == "difference" else note.text.ljust(width)
-            if width:
-                text.append(" ").append(said, _STYLES[note.look])
-    return texts
-
-
-def _of_kind(cell: Cell, kind: str) -> Note:
-    return next((note for note in cell.notes if note.kind == kind), Note(""))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -126,18 +125,13 @@ def budget_size(budget: int | str) -> tuple[str, Fraction]:
     ('ratio', Fraction(1, 5))
     """
     parsed = Budget.parse(budget)
-    for unit in ("tokens", "ratio"):
-        if (size := getattr(parsed, unit)) is not None:
-            return unit, Fraction(size)
-    return "bytes", Fraction(parsed.bytes or 0)
+    sizes = {"tokens": parsed.tokens, "ratio": parsed.ratio, "bytes": parsed.bytes}
+    return next((unit, Fraction(size)) for unit, size in sizes.items() if size is not None)
 
 
 def budget_order(budget: int | str | None) -> tuple[str, Fraction]:
     """Return what budgets are sorted by; a variant without a budget comes first."""
     return ("", Fraction(0)) if budget is None else budget_size(budget)
-
-
-_NAMES = ("name", "variant", "against", "policy", "than")  # keys of a document that name a variant
 
 
 def labels(document: ResultsDocument) -> dict[str, str]:
@@ -156,26 +150,14 @@ def labelled(document: ResultsDocument) -> ResultsDocument:
     named = labels(document)
     if not named:
         return document
-    parts: dict[str, Any] = {
-        name: _renamed(getattr(document, name), named)
-        for name in ("variants", "results", "averages", "gates", "differences", "verdict")
-    }
-    if document.claim is not None:
-        parts["claim_verdict"] = _renamed(document.claim_verdict, named)
-    return document.model_copy(update=parts)
+    shown = {"variants", "results", "averages", "gates", "differences", "verdict", "claim_verdict"}
 
+    def renamed(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: renamed(each) for key, each in part.items()}
+        if isinstance(part, list):
+            return [renamed(each) for each in part]
+        return named.get(part, part) if isinstance(part, str) else part
 
-def _renamed(part: Any, named: Mapping[str, str]) -> Any:
-    """Return a section, or a list of them, under the labels."""
-    if isinstance(part, list):
-        return [_renamed(each, named) for each in part]
-    if isinstance(part, str):
-        return named.get(part, part)
-    fields = getattr(type(part), "model_fields", None)
-    if fields is None:
-        return part
-    names = [name for name in _NAMES if name in fields]
-    nested = [name for name in ("variants", "choices", "rows", "undecided") if name in fields]
-    return part.model_copy(
-        update={name: _renamed(getattr(part, name), named) for name in (*names, *nested)}
-    )
+    parts = renamed(document.model_dump(include=shown))
+    return type(document).model_validate(document.model_dump() | parts)

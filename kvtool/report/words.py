@@ -6,17 +6,17 @@ The verdict, the claim and the differences are tables of the page as well.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
-from kvtool.documents.results import ResultsDocument
-from kvtool.documents.verdict import Choice, Difference, Standing, Verdict
+from kvtool.documents.results import ResultsDocument, TaskResult
+from kvtool.documents.verdict import Choice, Difference, Verdict
+from kvtool.evaluation.costs import LEAST_EVICTED, UNTESTED, is_tested, spent_by_variant
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
-from kvtool.report.costs import LEAST_EVICTED, UNTESTED, Spent, is_tested, spent_by_variant
 from kvtool.report.metrics import meaning, title
-from kvtool.report.table import Cell, Column, Look, Note, Row, Table
+from kvtool.report.table import Cell, Column, Look, Note, Row, Table, row
 from kvtool.report.variants import full_variant, labelled, results_of, task_names, variants_in_order
 
 _MOST = 5  # undecided variants that are named
@@ -26,13 +26,12 @@ _TITLES = {"bytes": "bytes held", "traffic": "bytes read per token", "time": "ti
 def verdict_lines(document: ResultsDocument) -> list[str]:
     """Return the verdict line by line; empty where there is none to speak of."""
     document = labelled(document)
-    verdict = document.verdict
-    if verdict is None:
+    if document.verdict is None:
         return []
-    if verdict.why is not None:
-        return [f"no verdict: {verdict.why}"]
-    lines = [f"verdict: the cheapest {rule(document)}"]
-    return lines + [f"  by {title}: {said}" for title, said in choices_in_words(document)]
+    if document.verdict.why is not None:
+        return [f"no verdict: {document.verdict.why}"]
+    choices = [f"  by {title}: {said}" for title, said in choices_in_words(document)]
+    return [f"verdict: the cheapest {rule(document)}", *choices]
 
 
 def rule(document: ResultsDocument) -> str:
@@ -49,14 +48,15 @@ def rule(document: ResultsDocument) -> str:
 
 def choices_in_words(document: ResultsDocument) -> list[tuple[str, str]]:
     """Return each cost and what the verdict chooses by it; empty without a verdict."""
-    verdict, found = document.verdict, []
-    for choice in [] if verdict is None else verdict.choices:
-        assert verdict is not None, "there are choices"
-        parts = [
-            _variant(verdict, choice),
-            _price(choice),
-            _sureness(verdict.of(choice.variant or "")),
-        ]
+    if (verdict := document.verdict) is None:
+        return []
+    found = []
+    for choice in verdict.choices:
+        parts = [_chosen(verdict, choice), _price(choice)]
+        standing = verdict.of(choice.variant or "")
+        if standing is not None and standing.difference is not None:
+            score = (standing.difference, standing.low, standing.high)
+            parts.append(score_in_words(standing.task, standing.n, *score))
         if choice.variant is not None and choice.undecided:
             parts.append(f"cheaper, undecided at this n: {_names(choice.undecided)}")
         found.append((_TITLES[choice.by], "; ".join(part for part in parts if part)))
@@ -72,23 +72,17 @@ def standings_table(document: ResultsDocument) -> Table | None:
     for variant in variants_in_order(document):
         if (found := verdict.of(variant.name)) is None:
             continue
-        difference = formats.MISSING if found.difference is None else f"{found.difference:+.1f} %"
+        difference = "–" if found.difference is None else f"{found.difference:+.1f} %"
         against = Cell(difference, () if found.why is None else (Note(found.why),))
-        interval = formats.MISSING if found.low is None else _interval(found)
-        cells = [Cell(found.standing), Cell(found.task), against, Cell(interval)]
-        rows.append(Row(variant.name, [*cells, Cell(str(found.n))]))
-    titles = (
-        "variant",
-        f"within {verdict.within:g} %",
-        "task",
-        "against full",
-        "95 % interval",
-        "n",
-    )
+        interval = "–" if found.low is None else f"{found.low:+.1f} to {found.high:+.1f}"
+        said = (found.standing, found.task, against, interval, str(found.n))
+        rows.append(row(variant.name, *said))
+    bound = f"within {verdict.within:g} %"
+    titles = ("variant", bound, "task", "against full", "95 % interval", "n")
     return Table(list(map(Column, titles)), rows)
 
 
-def _variant(verdict: Verdict, choice: Choice) -> str:
+def _chosen(verdict: Verdict, choice: Choice) -> str:
     """Name the choice, or say why there is none."""
     if choice.variant is not None:
         return choice.variant
@@ -118,14 +112,6 @@ def _price(choice: Choice) -> str:
     return f"{told} ({formats.times(speed.low)} to {formats.times(speed.high)}{noise})"
 
 
-def _sureness(standing: Standing | None) -> str:
-    """Say how sure it is that the choice is within bounds."""
-    if standing is None or standing.difference is None:
-        return ""
-    found = (standing.difference, standing.low, standing.high)
-    return score_in_words(standing.task, standing.n, *found)
-
-
 def score_in_words(
     task: str, n: int, difference: float, low: float | None, high: float | None
 ) -> str:
@@ -135,23 +121,24 @@ def score_in_words(
     'niah -1.3 % (-3.0 to +0.5, n=33)'
     """
     if low == high == 0:
-        return (
-            f"{task}: none of {n} samples differs (up to {formats.share(unseen(n))} could, unseen)"
-        )
+        could = formats.share(unseen(n))
+        return f"{task}: none of {n} samples differs (up to {could} could, unseen)"
     interval = "no interval" if low is None else f"{low:+.1f} to {high:+.1f}"
     return f"{task} {difference:+.1f} % ({interval}, n={n})"
 
 
-def _interval(standing: Standing) -> str:
-    return f"{standing.low:+.1f} to {standing.high:+.1f}"
+_LOOKS: dict[str, Look] = {
+    "holds": "better",
+    "fails": "worse",
+    "better": "better",
+    "worse": "worse",
+}
 
 
-_CLAIM_COLUMNS = [
-    *(Column(title, words=True) for title in ("variant", "than", "task", "budgets")),
-    *(Column(title) for title in ("of", "difference", "95 % interval", "n")),
-    Column("says", words=True),
-]
-_CLAIM_LOOKS: dict[str, Look] = {"holds": "better", "fails": "worse"}
+def _judged(titles: Sequence[str], rows: list[Row]) -> Table:
+    """Return a table of comparisons: words, numbers, and what they say."""
+    *words, last = (Column(title, words=True, folds=True) for title in (*titles, "says"))
+    return Table([*words, *map(Column, ("difference", "95 % interval", "n")), last], rows)
 
 
 def claim_in_words(found: ClaimVerdict) -> str:
@@ -170,25 +157,13 @@ def claim_in_words(found: ClaimVerdict) -> str:
     return f"{verdict} ({told} of {len(found.compared)}; n={n}{control})"
 
 
-def claim_lines(document: ResultsDocument) -> list[str]:
-    """Return the claim with its verdict and a line for each comparison; empty without a claim."""
+def claim_line(document: ResultsDocument) -> str | None:
+    """Return the claim with its verdict; None without a claim."""
     if document.claim is None:
-        return []
-    if document.claim_verdict is None:
-        return [f"claim: {document.claim.says}: nothing of it was measured"]
+        return None
     found = document.claim_verdict
-    lines = [f"claim: {document.claim.says}: {claim_in_words(found)}"]
-    return lines + [
-        f"  {row.task}: {row.variant} - {row.than} {row_in_words(row)}" for row in found.rows
-    ]
-
-
-def row_in_words(row: ClaimRow) -> str:
-    """Say a difference, its interval, and what follows for the claim."""
-    said = f"{formats.signed(row.difference, row.best)}"
-    interval = formats.interval(row.low, row.high, row.best)
-    at = f" at {at_budgets(row)}" if row.budgets else ""
-    return f"{said} {interval or 'without an interval'}{at}: {says(row)}"
+    judged = "nothing of it was measured" if found is None else claim_in_words(found)
+    return f"{document.claim.says}: {judged}"
 
 
 def at_budgets(row: ClaimRow) -> str:
@@ -213,35 +188,24 @@ def says(row: ClaimRow) -> str:
 
 def claim_table(found: ClaimVerdict) -> Table:
     """Return a row for each comparison."""
-    return Table(_CLAIM_COLUMNS, list(map(_compared_row, found.rows)))
+    rows = [
+        row(
+            *(each.variant, Cell(each.than, (Note(than_value(each)),)), each.task),
+            *(at_budgets(each), *_numbers(each, each.best)),
+            Cell(says(each), look=_LOOKS.get(each.verdict, "")),
+        )
+        for each in found.rows
+    ]
+    return _judged(("variant", "than", "task", "budgets"), rows)
 
 
-def _compared_row(row: ClaimRow) -> Row:
-    interval = formats.interval(row.low, row.high, row.best) or formats.MISSING
-    difference = formats.signed(row.difference, row.best)
-    words = (row.than, row.task, at_budgets(row))
-    numbers = (than_value(row), difference, interval, str(row.n))
-    look = _CLAIM_LOOKS.get(row.verdict, "")
-    return Row(row.variant, [*map(Cell, (*words, *numbers)), Cell(says(row), look=look)])
+def _numbers(found: ClaimRow | Difference, best: float | None) -> tuple[str, str, str]:
+    """Write a difference, its interval and its samples."""
+    interval = formats.interval(found.low, found.high, best) or formats.MISSING
+    return formats.signed(found.difference, best), interval, str(found.n)
 
 
 _AGAINST = {"base": "its base", "best": "the best of this budget", "asked": "as asked"}
-_DIFFERENCE_COLUMNS = [
-    *(Column(title, words=True) for title in ("variant", "task", "against", "which is")),
-    *(Column(title) for title in ("difference", "95 % interval", "n")),
-    Column("says", words=True),
-]
-_DIFFERENCE_LOOKS: dict[str, Look] = {"better": "better", "worse": "worse"}
-
-
-def differences_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
-    """Return for each pair its task, its two variants, and the words that its interval allows."""
-    return _in_words(document, [each for each in document.differences if not each.asked])
-
-
-def asked_in_words(document: ResultsDocument) -> list[tuple[str, str, str]]:
-    """Return the same for the pairs that were asked for, with their corrected p-values."""
-    return _in_words(document, [each for each in document.differences if each.asked])
 
 
 def asked_title(document: ResultsDocument) -> str:
@@ -251,28 +215,10 @@ def asked_title(document: ResultsDocument) -> str:
     return f"compared as asked, p-values corrected for {number} (Holm)"
 
 
-def _in_words(document: ResultsDocument, found: Sequence[Difference]) -> list[tuple[str, str, str]]:
-    return [
-        (each.task, f"{each.variant} - {each.against}", said(each, _best(document, each)))
-        for each in found
-    ]
-
-
-def said(found: Difference, best: float | None) -> str:
-    """Say a difference, its interval and how much of it is noise.
-
-    Args:
-        best: value of a perfect score.
-    """
-    told = formats.signed(found.difference, best)
-    if found.low is None:
-        return f"{told}, no interval: fewer than {LEAST_PAIRS} samples (n={found.n})"
-    interval = formats.interval(found.low, found.high, best)
-    return f"{told} {interval}: {standing_in_words(found)} (n={found.n})"
-
-
 def standing_in_words(found: Difference) -> str:
     """Say what an interval allows to say, and how many samples would decide the rest."""
+    if found.low is None:
+        return f"no interval: fewer than {LEAST_PAIRS} samples"
     if found.p_holm is not None:
         return f"{found.standing}, p = {p_value(found.p_holm)}"
     if found.low == found.high == 0:
@@ -299,23 +245,15 @@ def differences_table(document: ResultsDocument, *, asked: bool | None = None) -
     Args:
         asked: only the pairs that were asked for, or only the others; None: all.
     """
-    chosen = [each for each in document.differences if asked in (None, each.asked)]
-    rows = [_difference_row(each, _best(document, each)) for each in chosen]
-    return Table(_DIFFERENCE_COLUMNS, rows)
-
-
-def _difference_row(found: Difference, best: float | None) -> Row:
-    interval = formats.interval(found.low, found.high, best) or formats.MISSING
-    words = (found.task, found.against, _AGAINST[found.because])
-    numbers = (formats.signed(found.difference, best), interval, str(found.n))
-    look = _DIFFERENCE_LOOKS.get(found.standing, "")
-    says = Cell(standing_in_words(found), look=look)
-    return Row(found.variant, [*map(Cell, (*words, *numbers)), says])
-
-
-def _best(document: ResultsDocument, found: Difference) -> float | None:
-    result = document.of(found.variant, found.task)
-    return None if result is None else result.best
+    rows = []
+    for each in document.differences:
+        if asked in (None, each.asked):
+            result = document.of(each.variant, each.task)
+            says = Cell(standing_in_words(each), look=_LOOKS.get(each.standing, ""))
+            against = Cell(each.against, (Note(_AGAINST[each.because]),))
+            numbers = _numbers(each, result.best if result else None)
+            rows.append(row(each.variant, each.task, against, *numbers, says))
+    return _judged(("variant", "task", "against"), rows)
 
 
 QUESTIONS = {  # by `TaskResult.question`
@@ -330,22 +268,37 @@ def notes(document: ResultsDocument) -> list[str]:
     """Return one sentence per line, only those that the document needs."""
     if not document.results:
         return ["nothing was measured"]
+    delta = (
+        "; +/-: difference to the full cache on the same samples [95 % interval], which is within"
+        " the noise where that holds 0"
+    )
+    tasks = {task: results_of(document, task) for task in task_names(document)}
+    metrics = dict.fromkeys(results[0].metric for results in tasks.values())
     lines = [
-        "↑ higher is better, ↓ lower is better; ±: standard error" + _delta(document),
-        *_metrics(document),
-        f"samples: {_samples(document)}",
-        *_queries(document),
-        *_chunks(document),
-        *_one_token(document),
+        "↑ higher is better, ↓ lower is better; ±: standard error"
+        + (delta if full_variant(document) else ""),
+        *(f"{name}: {title(name)}, {meaning(name)}" for name in metrics),
+        f"samples: {_samples(tasks)}",
+        *_queries(tasks),
+        *_chunks(tasks),
     ]
-    lines += _untested(document)
-    failed = sum(result.failed for result in document.results)
-    if failed:
+    known = {each.task: each.one_token for each in document.results if each.query_aware}
+    lines += filter(None, (one_token_note(task, share) for task, share in known.items()))
+    variants = {each.name: each for each in document.variants}
+    if not all(is_tested(each, variants[each.variant]) for each in document.results):
+        lines.append(
+            f"{UNTESTED} not a test of compression: the policy evicted a token in fewer than"
+            f" {LEAST_EVICTED:.0%} of the samples"
+        )
+    if failed := sum(result.failed for result in document.results):
         lines.append(f"!k: k samples failed and are not in the score ({failed} in all)")
     if not document.complete:
         lines.append("the run is not complete: samples are missing")
     spent = spent_by_variant(document)
-    lines += _on_host(spent)
+    hosts = [(name, each.host_bytes) for name, each in spent.items() if each.host_bytes]
+    if hosts:
+        said = ", ".join(f"{name} {formats.size(size)}" for name, size in hosts)
+        lines.append(f"evicted tokens in host memory, beside what is held: {said}")
     if spent:
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; held:"
@@ -356,83 +309,33 @@ def notes(document: ResultsDocument) -> list[str]:
     return lines
 
 
-def _on_host(spent: dict[str, Spent]) -> list[str]:
-    """Say what lies in host memory, where anything does."""
-    parts = [(name, each.host_bytes) for name, each in spent.items() if each.host_bytes]
-    said = ", ".join(f"{name} {formats.size(size)}" for name, size in parts)
-    return [f"evicted tokens in host memory, beside what is held: {said}"] if parts else []
+_ByTask = Mapping[str, Sequence[TaskResult]]
 
 
-def _untested(document: ResultsDocument) -> list[str]:
-    """Explain the mark of scores whose samples lost nothing, where there are any."""
-    variants = {each.name: each for each in document.variants}
-    if all(
-        is_tested(each, variants[each.variant])
-        for each in document.results
-        if each.variant in variants
-    ):
-        return []
-    return [
-        f"{UNTESTED} not a test of compression: the policy evicted a token in fewer than"
-        f" {LEAST_EVICTED:.0%} of the samples"
-    ]
+def _samples(tasks: _ByTask) -> str:
+    said = {}
+    for task, results in tasks.items():
+        counts = sorted({result.n for result in results})
+        said[task] = "-".join(map(str, (counts[:1] + counts[1:][-1:])))
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return ", ".join(f"{task} {count}" for task, count in said.items())
 
 
-def _one_token(document: ResultsDocument) -> list[str]:
-    """Say of which tasks the prompt's own run gives most answers."""
-    shares = {each.task: each.one_token for each in document.results if each.query_aware}
-    notes = (one_token_note(task, share) for task, share in shares.items())
-    return [note for note in notes if note is not None]
-
-
-def _metrics(document: ResultsDocument) -> list[str]:
-    """Say what the headline of each task measures."""
-    names = dict.fromkeys(results_of(document, task)[0].metric for task in task_names(document))
-    return [f"{name}: {title(name)}, {meaning(name)}" for name in names]
-
-
-def _delta(document: ResultsDocument) -> str:
-    if not full_variant(document):
-        return ""
-    return (
-        "; +/-: difference to the full cache on the same samples [95 % interval], which is within"
-        " the noise where that holds 0"
-    )
-
-
-def _samples(document: ResultsDocument) -> str:
-    by_task = {}
-    for task in task_names(document):
-        counts = {result.n for result in document.results if result.task == task}
-        low, high = min(counts), max(counts)
-        by_task[task] = str(low) if low == high else f"{low}-{high}"
-    if len(set(by_task.values())) == 1:
-        return next(iter(by_task.values()))
-    return ", ".join(f"{task} {count}" for task, count in by_task.items())
-
-
-def _queries(document: ResultsDocument) -> list[str]:
+def _queries(tasks: _ByTask) -> list[str]:
     lines = []
     for question, words in QUESTIONS.items():
-        tasks = [
-            task
-            for task in task_names(document)
-            if any(r.task == task and r.question == question for r in document.results)
-        ]
-        if tasks:
-            every = len(tasks) == len(task_names(document))
-            lines.append(words + ("" if every else f": {', '.join(tasks)}"))
+        named = [name for name, each in tasks.items() if question in {r.question for r in each}]
+        if named:
+            lines.append(words + ("" if len(named) == len(tasks) else f": {', '.join(named)}"))
     return lines
 
 
-def _chunks(document: ResultsDocument) -> list[str]:
+def _chunks(tasks: _ByTask) -> list[str]:
     """Say where variants were fed a text in unequal chunks, which hold unequal context."""
-    lines = []
-    for task in task_names(document):
-        chunks = {result.chunk for result in document.results if result.task == task}
-        if len(chunks - {None}) > 1:
-            lines.append(
-                f"{task}: policies that cut a prompt were fed blocks, the others one token at a"
-                " time; their differences are left blank: compare variants of the same `chunk` only"
-            )
-    return lines
+    return [
+        f"{task}: policies that cut a prompt were fed blocks, the others one token at a time; their"
+        " differences are left blank: compare variants of the same `chunk` only"
+        for task, results in tasks.items()
+        if len({result.chunk for result in results} - {None}) > 1
+    ]

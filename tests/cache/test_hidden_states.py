@@ -16,7 +16,7 @@ from kvtool.generation.compiled import CompiledDecoding
 from kvtool.generation.shared_prefill import can_share
 from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy, compose
-from kvtool.policies.table import modifier_class
+from kvtool.policies.table import policy_class
 from tests.cache.test_calls import traced
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.tiers import first
@@ -95,7 +95,7 @@ def check(cache, hidden, rows):
 )
 def test_a_number_is_that_of_its_own_token(mode, score, budget, modifier):
     model, ids = attached(), random_ids(60)
-    policy = compose(score, [] if modifier is None else [modifier_class(modifier)()])
+    policy = compose(score, [] if modifier is None else [policy_class(modifier)()])
     cache = kvtool.build_cache(model, policy, budget, prefill=mode.replace("layer", "block"))
     if mode.startswith("layer"):  # blocks inside a layer
         model(ids, past_key_values=cache)

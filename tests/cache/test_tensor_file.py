@@ -165,8 +165,8 @@ def test_a_writer_fills_the_temporary_that_is_locked(name, tmp_path, monkeypatch
     """One that puts another file in its place leaves the lock with a file that is gone."""
     locked, make = [], files._make_temporary
 
-    def made(path):
-        handle, temporary = make(path)
+    def made(path, **options):
+        handle, temporary = make(path, **options)
         locked.append(os.fstat(handle).st_ino)
         return handle, temporary
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvtool.calls.fingerprints import ELSEWHERE, settings_digest, shared_fingerprint
+from kvtool.calls.answering import ELSEWHERE, settings_digest, shared_fingerprint
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
 from kvtool.evaluation.run import fingerprint

@@ -1,6 +1,6 @@
 """Prompts that are lined up for their rows."""
 
-from kvtool.calls.prompts import line_up
+from kvtool.calls.answering import line_up
 from kvtool.calls.request import Request
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.prompts import PromptEntry

@@ -82,7 +82,7 @@ def test_mistakes_are_told_in_one_line():
         ({"tokens": 64, "dtype": "float9"}, "dtype must be `auto`, `float32`, `bfloat16`"),
         ({"tokens": 64, "batch": 0}, "batch must be at least 1, got `0`"),
         ({"tokens": 64, "source": 5}, "a plan is made from a profile, a configuration, .* got int"),
-        ({"tokens": 64, "source": "none.yaml"}, "profile: `none.yaml` does not exist"),
+        ({"tokens": 64, "source": "none.yaml"}, "cannot read profile `none.yaml`: No such file"),
         (
             {"tokens": 64, "source": {"kind": "plan"}},
             "takes kind `profile`, got `plan`",

@@ -12,11 +12,12 @@ from kvtool.cache.whole.settings import RopeLengths
 from kvtool.calls.prompts import generate_many
 from kvtool.documents.settings import Protocol
 from kvtool.errors import UsageError
-from kvtool.evaluation.bench.ask import AskOptions, ask
+from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.evaluation.samples.sample import Sample, Turn
 from kvtool.evaluation.tasks.fidelity import compare_with_full
+from kvtool.evaluation.tasks.scbench import KeyValue
 from kvtool.generation import Conversation
 from kvtool.identity import config_hash
 from kvtool.models.load import Loaded, load
@@ -84,7 +85,7 @@ def test_all_turns_of_a_conversation_have_the_factors_of_the_whole(long_rope):
 
 
 def read(turns):
-    from kvtool.documents.turns import make_turns
+    from kvtool.documents.messages import make_turns
 
     return make_turns(turns).turns
 
@@ -116,10 +117,13 @@ def test_a_comparison_with_the_full_cache_compares_the_same(long_rope):
 # ---- evaluation
 
 
-def bench_of(loaded, policy="full", budget=None, prompts=None):
+MODES = {False: "multi_turn", True: "scdq"}
+
+
+def bench_of(loaded, policy="full", budget=None, prompts=None, **protocol):
     kvtool.attach(loaded.model)
     size = None if budget is None else Budget.parse(str(budget))
-    return Bench(loaded, Variant(parse_policy(policy), size), Protocol(), prompts=prompts)
+    return Bench(loaded, Variant(parse_policy(policy), size), Protocol(**protocol), prompts=prompts)
 
 
 class Watched:
@@ -138,9 +142,9 @@ class Watched:
 @pytest.mark.parametrize(("aware", "same"), [(True, False), (False, True), (False, False)])
 def test_questions_are_asked_of_a_text_with_room_for_them(aware, same, long_rope):
     sample = Sample("one", TEXT, (Turn(QUESTION, ("a",), 9), Turn(QUESTION, ("b",), 9)))
-    bench = bench_of(long_rope)
+    bench = bench_of(long_rope, query_aware=aware)
     watched = Watched(bench)
-    answers = ask(bench, sample, AskOptions(query_aware=aware, same_context=same))
+    answers = ask(bench, sample, KeyValue(name="scbench/kv", mode=MODES[same], golden=False))
     assert len(answers) == 2
     assert watched.chosen[0] == LONG
 
@@ -148,12 +152,14 @@ def test_questions_are_asked_of_a_text_with_room_for_them(aware, same, long_rope
 @pytest.mark.exhaustive
 def test_variants_that_share_a_prompt_share_its_factors(long_rope):
     prompts = SharedPrompts()
-    benches = [bench_of(long_rope, *each, prompts=prompts) for each in (("full",), ("h2o", 40))]
+    later = {"query_aware": False}
+    policies = (("full",), ("h2o", 40))
+    benches = [bench_of(long_rope, *each, prompts=prompts, **later) for each in policies]
     prompts.begin(benches)
     sample = Sample("one", TEXT, (Turn(QUESTION, ("a",), 9), Turn(QUESTION, ("b",), 9)))
-    options = AskOptions(query_aware=False)
-    shared = [ask(bench, sample, options) for bench in benches]
-    alone = [ask(bench_of(long_rope, *each), sample, options) for each in (("full",), ("h2o", 40))]
+    task = KeyValue(name="scbench/kv", golden=False)
+    shared = [ask(bench, sample, task) for bench in benches]
+    alone = [ask(bench_of(long_rope, *each, **later), sample, task) for each in policies]
     assert shared == alone
 
 

@@ -5,7 +5,6 @@ import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import pytest
 import typer
@@ -19,7 +18,7 @@ from kvtool.documents.overrides import apply_sets
 from kvtool.documents.recipe import Evaluation, Recipe
 from kvtool.documents.resolve import flags_of
 from kvtool.documents.results import ProtocolEntry
-from kvtool.documents.settings import Asking, Flag, Protocol, as_entry, as_flags
+from kvtool.documents.settings import Asking, Protocol, as_entry, as_flags, flag
 from kvtool.documents.source import Source
 from kvtool.documents.tree import DocumentError
 
@@ -30,9 +29,7 @@ PACKAGE = Path(kvtool.__file__).parent
 class More(Asking):
     """The protocol with one declaration more, which is all that a new flag takes."""
 
-    top_k: Annotated[
-        int | None, Flag("--top-k", metavar="N", min=1, help="Draw from N tokens.", later=True)
-    ] = None
+    top_k: int | None = flag("--top-k=N", "Draw from N tokens.", min=1, later=True)
 
 
 @dataclass(frozen=True, kw_only=True)

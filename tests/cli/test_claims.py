@@ -1,6 +1,7 @@
 """A recipe with a claim: what a run says, what scoring anew says, what is refused."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -37,7 +38,7 @@ def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
     assert done.code == 0
     said = "claim: H2O finds more than chance: holds (holds in 1 of 1; n=6)"
     assert said in done.out.replace("\n", " ") or said in done.out
-    assert "niah random@64 - h2o@64" in done.out
+    assert re.search("random@64 +niah +h2o@64 +the", done.out)
     results = json.loads(Path("run/results.json").read_text())
     assert results["claim"]["says"] == "H2O finds more than chance"
     [row] = results["claim_verdict"]["rows"]
@@ -53,12 +54,12 @@ def test_a_run_says_whether_its_claim_holds(kvtool, recipe):
 @pytest.mark.parametrize(
     ("pair", "said"),
     [
-        ("{variant: roco, than: random}", "claim.pairs.0.variant: `roco` is not compared"),
+        ("{variant: roco, than: random}", "claim.pairs.0.variant: `roco` is none of full, h2o"),
         (
             "{variant: h2o, than: random, budgets: 32}",
             "claim.pairs.0.budgets: `32` is none of 48, 64",
         ),
-        ("{variant: h2o, than: h2o}", "claim.pairs.0: `h2o` is held against itself"),
+        ("{variant: h2o, than: h2o}", "claim.pairs.0: `h2o` is compared with itself"),
         ("{variant: h2o}", "than"),
         ("{variant: h2o, than: randm}", "randm"),
     ],

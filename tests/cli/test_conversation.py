@@ -160,7 +160,11 @@ def test_dry_run_lists_the_turns_and_loads_nothing(kvtool, turns, monkeypatch):
         (["--system", " "], b"", "--system is empty"),
         (["--system", "a", "--chat-template", "off"], b"", "--system goes into the chat template"),
         (["--turns", "-"], b'[{"role": "assistant", "content": "a"}, "b"]', "--turns begins with"),
-        (["--turns", "-", "--system", "a"], SYSTEM, "--system and --turns both give a system"),
+        (
+            ["--turns", "-", "--system", "a"],
+            SYSTEM,
+            "--turns gives a system message, and --system gives one",
+        ),
         (["--turns", "-", "--chat-template", "off"], SYSTEM, "--turns gives a system message, and"),
         (["--turns", "-", "--chat-template", "on"], b"a", "the tokenizer has no chat template"),
     ],

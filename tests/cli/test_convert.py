@@ -50,8 +50,8 @@ def test_dtype(kvtool, written, tmp_path, dtype, stored):
 
 REFUSED = {
     "nothing": ([], 2, "no file is given", "kvtool convert FILE.gguf FOLDER"),
-    "not empty": (["FILE", "full"], 2, "folder `full` is not empty", "a new folder"),
-    "a file": (["FILE", "note"], 2, "`note` is a file, not a folder", ""),
+    "not empty": (["FILE", "full"], 2, "`full` is no empty folder", "a new folder"),
+    "a file": (["FILE", "note"], 2, "`note` is no empty folder", "a new folder"),
     "no parent": (["FILE", "gone/out"], 2, "gone` does not exist", "mkdir -p"),
     "no GGUF": (["reference", "out"], 2, "`reference` is no GGUF file", "FILE.gguf FOLDER"),
     "missing": (["gone.gguf", "out"], 2, "GGUF file `gone.gguf` does not exist", "REPO:"),

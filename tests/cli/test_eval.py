@@ -195,18 +195,18 @@ def test_overwrite_starts_anew_in_a_run_only(kvtool):
 
 
 def test_interrupting_keeps_what_is_done(kvtool, monkeypatch):
-    from kvtool.evaluation.bench.bench import Bench
+    from kvtool.evaluation.tasks.task import Task
 
-    measure = Bench.measure
+    measure = Task.measure
     done = []
 
-    def twice(self, run):
+    def twice(self, bench, sample):
         if len(done) == 2:
             raise KeyboardInterrupt
-        done.append(run)
-        return measure(self, run)
+        done.append(sample)
+        return measure(self, bench, sample)
 
-    monkeypatch.setattr(Bench, "measure", twice)
+    monkeypatch.setattr(Task, "measure", twice)
     stopped = kvtool("eval", *QUICK, "-p", "tova", "-b", "32", "-o", "run", "--no-plots")
     assert stopped.code == 130
     results = ResultsDocument(**json.loads(Path("run/results.json").read_text()))
@@ -319,7 +319,7 @@ def test_results_of_another_schema_are_refused(kvtool):
     for arguments in ([*QUICK, "-p", "tova", "-b", "32", "-o", "run"], ["--rescore", "run"]):
         done = kvtool("eval", *arguments)
         assert done.code == 2
-        assert "schema_version 7, this one reads 1" in done.err
+        assert "schema_version 7, not 1" in done.err
 
 
 def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):
@@ -331,7 +331,11 @@ def test_every_mistake_of_a_recipe_is_told_at_once(kvtool):
     assert done.code == 2
     told = [line for line in done.err.splitlines() if not line.startswith(" ")]
     places = [line.removeprefix("error: ").partition(": ")[0] for line in told]
-    lines = ["2:15", "3:1", "5:10", "7:18", "8:5"]
+    assert places == ["bad.yaml:3:1", "bad.yaml:5:10"]
+    done = kvtool("eval", "bad.yaml", "--lengths", "1k", "--unset", "budgt", "-s", "eval.limit=1")
+    told = [line for line in done.err.splitlines() if not line.startswith(" ")]
+    places = [line.removeprefix("error: ").partition(": ")[0] for line in told]
+    lines = ["2:15", "7:18", "8:5"]
     assert places == ["--lengths 1k", *(f"bad.yaml:{place}" for place in lines)]
     done = kvtool("eval", "bad.yaml", "--unset", "budgt", "-s", "eval.limit=1")
     assert "bad.yaml:10:5: eval.tasks.3.task: task `ppl` is given twice" in done.err
@@ -405,7 +409,10 @@ def test_a_recipe_with_flags_and_sets_over_it(kvtool):
         (["-t", "niah", "-p", ""], "--policy is empty"),
         (["-t", "niah", "-p", "h2o", "-b", ""], "--budget is empty"),
         (["-t", "niah", "-o", " "], "--output is empty"),
-        (["-t", "niah", "-o", "all.json"], "the folder of a run, `all.json` looks like a file"),
+        (
+            ["-t", "niah", "-o", "all.json"],
+            "the folder of a run, `all.json` is or looks like a file",
+        ),
         (["-t", "niah", "-p", "h2o", "--no-baseline", "--max-drop", "3"], "from the full cache"),
         (["-t", "niah", "--chat-template", "on"], "the tokenizer has no chat template"),
         (["-t", "niah", "-f", "board"], "-f board has RULER's scores in its columns"),

@@ -78,7 +78,7 @@ REFUSED = {
     "itself": (
         ["book.kv.safetensors", "--save", "./book.kv.safetensors"],
         2,
-        "--save and the cache are the same file",
+        "--save would write over the cache",
     ),
     "engine": (["book.kv.safetensors", "--to", "sglang"], 2, "sglang"),
     "no file of kvtool": (["other.safetensors", "--save", "x.safetensors"], 1, "other.safetensors"),

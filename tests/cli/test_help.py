@@ -6,9 +6,9 @@ from typing import get_type_hints
 
 import pytest
 
-from kvtool.cli.completion import complete_policies, complete_tasks
 from kvtool.cli.help import EXAMPLES, PANELS
 from kvtool.cli.main import COMMANDS, Commands, app
+from kvtool.cli.options import complete_policies, complete_tasks
 from kvtool.documents.settings import settings_of
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from kvtool.calls.prompts import generate_many
-from kvtool.documents.answers import AnswersFile
+from kvtool.documents.prompts import AnswersFile
 from kvtool.errors import UsageError
 
 FACTS = "The secret code for falcon: 7429103. The old lamp was near the school. "
@@ -134,9 +134,9 @@ def test_policies_whose_rows_cannot_join_run_one_by_one_and_it_is_said(kvtool, p
         (("--turns", "prompts.jsonl"), "--prompts and --turns exclude each other"),
         (("--save", "a.safetensors"), "--prompts and --save exclude each other"),
         (("--compare-full",), "--prompts and --compare-full exclude each other"),
-        (("-p", "h2o,tova"), "--prompts takes one policy, got `h2o,tova`"),
+        (("-p", "h2o,tova"), "--prompts and several policies exclude each other"),
         (("--stream",), "--prompts and --stream exclude each other"),
-        (("-f", "yaml"), "--prompts writes text or lines of JSON"),
+        (("-f", "yaml"), "--prompts and --format yaml exclude each other"),
     ],
 )
 def test_what_does_not_go_with_many_prompts_is_refused(kvtool, prompts, arguments, told):
@@ -204,10 +204,10 @@ def test_a_prompt_too_short_for_its_share_is_told_by_its_place(kvtool, prompts):
 
 
 def test_without_a_memory_half_of_what_is_free_bounds_the_rows(kvtool, prompts, monkeypatch):
-    room = "kvtool.models.placement.free_memory"
+    room = "kvtool.calls.request.free_memory"
     monkeypatch.setattr(room, lambda *unused, **settings: ("cpu", 240 * 1024))
     assert "up to 2 at a time" in kvtool("generate", "--prompts", prompts, *ARGUMENTS).err
-    monkeypatch.setattr("kvtool.calls.prompts._MOST_ROWS", 3)
+    monkeypatch.setattr("kvtool.calls.request._MOST_ROWS", 3)
     monkeypatch.setattr(room, lambda *unused, **settings: ("cpu", None))
     assert "up to 3 at a time" in kvtool("generate", "--prompts", prompts, *ARGUMENTS).err
 

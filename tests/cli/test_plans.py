@@ -306,7 +306,7 @@ def test_plans_that_cannot_be(kvtool):
     assert done.code == 2
     assert "<stdin>:" in done.err
     done = kvtool("generate", "-", *PROMPT, "-p", "h2o", stdin=b"")
-    assert (done.code, "stdin is empty" in done.err) == (2, True)
+    assert (done.code, "`<stdin>` is empty" in done.err) == (2, True)
     done = kvtool(
         "generate", "-", *PROMPT, "-p", "streaming(sinks=12)", stdin=yaml.safe_dump(plan).encode()
     )
@@ -348,8 +348,8 @@ def test_commands_run_a_plan_by_heads(kvtool):
 @pytest.mark.parametrize(
     ("command", "policy", "told"),
     [
-        ("generate", "h2o+ada", "policy `h2o+ada` splits its budget over the KV heads by itself"),
-        ("compress", "quest", "policy `quest` reads as many tokens in every KV head"),
+        ("generate", "h2o+ada", "the KV heads of policy `h2o+ada` have no budgets of their own"),
+        ("compress", "quest", "the KV heads of policy `quest` have no budgets of their own"),
         ("eval", "pyramidinfer", "the KV heads of policy `pyramidinfer` have no budgets of their"),
     ],
 )

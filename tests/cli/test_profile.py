@@ -159,7 +159,7 @@ REFUSED = {
     ),
     "policy for nothing": (["-p", "h2o"], "--policy is that of output_error", "output_error"),
     "budgets for nothing": (["--budgets", "9"], "--budgets is that of output_error", None),
-    "no picture": (["--plot", "p.doc"], "--plot: `p.doc` is no picture", ".png"),
+    "no picture": (["--plot", "p.doc"], "--plot must end in .png, .svg, .pdf, got `p.doc`", None),
     "no folder": (["--plot", "gone/p.png"], "--plot: folder `gone` does not exist", "mkdir"),
     "memory has no picture": (
         ["--plot", "p.png", "--metrics", "memory"],
@@ -170,11 +170,11 @@ REFUSED = {
 ERROR_REFUSED = {
     "full in 4 bits": (
         ["-p", "full+int4(rotate=false)"],
-        "policy `full+int4(rotate=false)` keeps everything, and a profile measures",
+        "policy `full+int4(rotate=false)` keeps everything; output_error is",
         "kvtool eval -t output-error -p 'full+int4(rotate=false)'",
     ),
-    "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "snapkv"),
-    "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is a size of the whole cache", "shares"),
+    "split by itself": (["-p", "pyramidkv"], "policy `pyramidkv` splits a budget", "--policy h2o"),
+    "bytes": (["--budgets", "1MiB"], "--budgets: 1MiB is not within the", "shares"),
 }
 
 

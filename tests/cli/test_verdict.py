@@ -151,7 +151,7 @@ def test_the_bound_of_a_recipe_is_checked_and_locked(folder, kvtool):
     assert lock["eval"]["within"] == 20
     done = kvtool("eval", "-t", "niah", "-p", "h2o", "--within", "0", "--dry-run")
     assert done.code == 2
-    assert "error: --within 0.0: must be above 0.0" in done.err
+    assert "error: --within 0.0: must be above 0, got" in done.err
 
 
 def test_a_run_without_the_full_cache_has_no_verdict_and_says_so(kvtool):

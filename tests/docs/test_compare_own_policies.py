@@ -119,7 +119,7 @@ def test_a_question_of_the_page_is_read(tmp_path):
     from kvtool.evaluation.tasks.qa import Questions
     from tests.evaluation.tasks.counters import WORDS
 
-    page = (README.parent / "evaluation" / "README.md").read_text(encoding="utf-8")
+    page = (README.parent / "evaluation" / "reference.md").read_text(encoding="utf-8")
     line = re.search(r"```json\n(.*?)```", page.split("## Your own questions")[1], re.DOTALL)[1]
     (tmp_path / "mine.jsonl").write_text(line)
     (sample,) = Questions(name="qa", data=str(tmp_path / "mine.jsonl")).draw(WORDS)

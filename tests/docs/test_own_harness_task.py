@@ -9,7 +9,7 @@ import pytest
 import kvtool
 from kvtool.cli.main import main
 
-PAGE = Path(__file__).parents[2] / "kvtool" / "evaluation" / "README.md"
+PAGE = Path(__file__).parents[2] / "kvtool" / "evaluation" / "reference.md"
 
 
 def write_harness_task(folder: Path) -> str:

@@ -11,7 +11,6 @@ from pathlib import Path
 from pydantic import BaseModel
 
 import kvtool.documents
-from kvtool.documents.answers import AnswerLine
 from kvtool.documents.document import (
     Document,
     RecipeSection,
@@ -32,7 +31,7 @@ from kvtool.documents.generation import (
 from kvtool.documents.memory import CacheMemory, DeviceMemory, RunMemory
 from kvtool.documents.plan import Device, Peaks, PlanDocument, Way, WayLoss
 from kvtool.documents.profile import ProfileDocument
-from kvtool.documents.prompts import PromptEntry
+from kvtool.documents.prompts import AnswerLine, PromptEntry
 from kvtool.documents.recipe import PrefillMapping, Recipe
 from kvtool.documents.results import (
     Average,
@@ -110,7 +109,7 @@ RECIPE = {
     "policy": ["h2o", {"name": "tova", "scope": 1}],
     "budget": {"ratio": ["20%"]},
     "generation": {"stop": ["x"]},
-    "eval": {"tasks": ["niah", {"task": "ppl", "samples": 2}]},
+    "eval": {"tasks": [{"task": "niah"}, {"task": "ppl", "samples": 2}]},
     "gates": [{"task": "niah", "min": 0.5}],
     "output": {"plots": True},
     "claim": {"says": "h2o is better", "pairs": [{"variant": "h2o", "than": "tova"}]},

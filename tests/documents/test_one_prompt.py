@@ -32,9 +32,9 @@ def test_refuses_what_is_no_prompt(tmp_path):
         path.write_bytes(data)
         with pytest.raises(UsageError, match=f"prompt file `.*` {message}"):
             read_prompt(str(path))
-    with pytest.raises(UsageError, match=r"prompt file `.*gone` does not exist"):
+    with pytest.raises(UsageError, match=r"prompt file `.*gone`: No such file"):
         read_prompt(str(tmp_path / "gone"))
-    with pytest.raises(UsageError, match=r"prompt file `.*` is a folder"):
+    with pytest.raises(UsageError, match=r"prompt file `.*`: Is a directory"):
         read_prompt(str(tmp_path))
 
 

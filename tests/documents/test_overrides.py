@@ -82,7 +82,7 @@ def test_sets_apply_in_order_and_after_unsets():
 
 def test_a_way_that_leads_nowhere_is_told_with_its_flag():
     for flag, told in [
-        ("eval.tasks.first=1", "eval.tasks: is a list; `first` is not an index"),
+        ("eval.tasks.first=1", "eval.tasks: is a list of 2 and has no item `first`"),
         ("eval.task.0=1", "eval.task: is not there, and nor is a list"),
         ("policy+=h2o", "policy: is not a list, nothing can be appended"),
         ("a=[1", "a: not valid YAML: while parsing a flow sequence"),
@@ -96,9 +96,9 @@ def test_a_way_that_leads_nowhere_is_told_with_its_flag():
 def test_several_flags_that_lead_nowhere_are_told_at_once():
     assert refused(["policy.name.x=1", "eval.tasks.9=x"], ["policy.sink", "eval.tasks.7"]) == [
         "--unset policy.sink: policy.sink: is not there; did you mean `sinks`?",
-        "--unset eval.tasks.7: eval.tasks: has no item 7, only 2; append with `+=`",
+        "--unset eval.tasks.7: eval.tasks: is a list of 2 and has no item `7`",
         "--set policy.name.x=1: policy.name: is neither a mapping nor a list, so it has no `x`",
-        "--set eval.tasks.9=x: eval.tasks: has no item 9, only 2; append with `+=`",
+        "--set eval.tasks.9=x: eval.tasks: is a list of 2 and has no item `9`",
     ]
 
 

@@ -4,9 +4,14 @@ import json
 
 import pytest
 
-from kvtool.documents.answers import AnswerLine, AnswersFile
 from kvtool.documents.messages import Message
-from kvtool.documents.prompts import PromptEntry, make_prompts, read_prompts
+from kvtool.documents.prompts import (
+    AnswerLine,
+    AnswersFile,
+    PromptEntry,
+    make_prompts,
+    read_prompts,
+)
 from kvtool.documents.tree import DocumentError
 from kvtool.errors import UsageError
 

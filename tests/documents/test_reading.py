@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.documents.files import expand, read_bytes, read_prompt
+from kvtool.documents.messages import read_turns
 from kvtool.documents.overrides import resolve_includes
 from kvtool.documents.source import Source, read_source
-from kvtool.documents.turns import read_turns
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.haystack import haystack
 from kvtool.policies.allocate.duo import read_scores

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from kvtool.documents.messages import Turns, UserTurn, read_turns
 from kvtool.documents.tree import DocumentError
-from kvtool.documents.turns import Turns, UserTurn, read_turns
 from kvtool.errors import UsageError
 
 SAID = [UserTurn("How?"), UserTurn(" Why?")]
@@ -73,9 +73,9 @@ def test_every_bad_line_is_told_with_its_place(tmp_path):
         read_turns(path)
     assert [str(problem).removeprefix(path) for problem in caught.value.problems] == [
         ":2:16: is not JSON: expecting ',' delimiter",
-        ":4:1: unknown key `usr`; did you mean `user`?",
-        ":5:1: a turn has either `user` or `prompt`",
-        ":6:1: a turn has either `user` or `prompt`",
+        ":4:1: a turn has either `user` or `prompt`, got `usr`",
+        ":5:1: a turn has either `user` or `prompt`, got nothing",
+        ":6:1: a turn has either `user` or `prompt`, got `user`, `prompt`",
         ":7:1: a turn is text, got `3`",
         ":8:1: a turn is text, got a list",
         ":9:1: a turn must not be empty",
@@ -87,7 +87,7 @@ def test_every_bad_line_is_told_with_its_place(tmp_path):
 def test_a_file_that_holds_no_turns_or_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"turns file `.*` holds no turn"):
         read_turns(write(tmp_path, " \n\n"))
-    with pytest.raises(UsageError, match=r"turns file `.*gone` does not exist"):
+    with pytest.raises(UsageError, match=r"cannot read turns file `.*gone`: No such file"):
         read_turns(str(tmp_path / "gone"))
     (tmp_path / "a").write_bytes(b"caf\xe9")
     with pytest.raises(UsageError, match="not UTF-8: byte 0xe9 at offset 3"):
@@ -217,9 +217,9 @@ def test_what_is_no_text_is_refused_by_its_name(tmp_path):
         ),
         (
             {"role": "assistant", "content": "", "function_call": {"name": "f"}},
-            "and no `function_call`",
+            "`function_call`; kvtool",
         ),
-        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "and no `tool_call_id`"),
+        ({"role": "tool", "content": "4", "tool_call_id": "x"}, "`content`, `tool_call_id`"),
         ({"role": "tool", "content": "4"}, "no role `tool`; choose one of"),
         ({"from": "function_call", "value": "4"}, "no from `function_call`; choose one of"),
         ({"role": "user", "content": [IMAGE]}, "a part of the type `image_url` is no text"),
@@ -227,13 +227,13 @@ def test_what_is_no_text_is_refused_by_its_name(tmp_path):
         ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "`video` is no text"),
         ({"role": "user", "content": [{"type": "file"}]}, "`file` is no text"),
         ({"role": "user", "content": [{"type": "thing"}]}, "`thing` is no text"),
-        ({"role": "user", "content": "a", "images": ["a.png"]}, "and no `images`"),
+        ({"role": "user", "content": "a", "images": ["a.png"]}, "`content`, `images`"),
         ({"role": "user", "content": [3]}, "a turn is text, or a list of texts, got `3`"),
         (
             {"messages": [{"role": "user", "content": "a"}], "tools": [{}]},
             "unknown key `tools`",
         ),
-        ({"user": "a", "images": ["a"]}, "unknown key `images`"),
+        ({"user": "a", "images": ["a"]}, "got `user`, `images`"),
         ({"content": "a"}, "a message has `role` and `content`"),
     ]:
         path = write(tmp_path, f'{{"user": "a"}}\n{json.dumps(message)}\n', "a.jsonl")

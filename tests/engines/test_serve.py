@@ -236,7 +236,7 @@ HI = [{"role": "user", "content": "Hi"}]
     ("path", "body", "status", "words"),
     [
         (CHAT, b"{", 400, "not JSON"),
-        (CHAT, b"\xff", 400, "not UTF-8"),
+        (CHAT, b"\xff", 400, "not JSON"),
         (CHAT, [], 400, "a JSON object"),
         (CHAT, {}, 400, "messages is missing"),
         (CHAT, {"messages": [{"role": "user"}]}, 400, "message 0"),
@@ -321,7 +321,7 @@ def test_held_conversations_leave_when_the_memory_is_full(loaded):
         assert (last, oldest) == (True, False)
     with serving(loaded=loaded, memory="20000B") as server:
         status, found = server.ask(CHAT, {"messages": HI, "max_tokens": 1000})
-        assert (status, "has 20000 for" in found["error"]["message"]) == (400, True)
+        assert (status, "the memory is 20000" in found["error"]["message"]) == (400, True)
 
 
 def test_conversations_start_from_cached_texts(loaded, tmp_path):
@@ -378,7 +378,7 @@ def test_cached_texts_count_in_the_memory(loaded, tmp_path):
     notes = []
     with serving(**given, memory=f"{held + 20000}B", note=notes.append) as server:
         status, found = server.ask(CHAT, {"messages": HI, "max_tokens": 1000})
-        assert (status, "has 20000 for" in found["error"]["message"]) == (400, True)
+        assert (status, "the memory is 20000" in found["error"]["message"]) == (400, True)
     assert f"memory: {bytes_in_words(held)} for 1 cached text" in notes
     with pytest.raises(UsageError, match=f"take {held} bytes, and --memory is {held}"):
         prepare_serve(ServeSettings(port=0, **given, memory=f"{held}B"), Watcher()).run(

@@ -143,7 +143,7 @@ def test_few_pairs_have_no_interval():
     few = difference(ours[1:], full[1:])
     assert (few.value, few.low, few.high) == (-1, None, None)
     assert 2 * 0.5**LEAST_PAIRS < 0.05 < 2 * 0.5 ** (LEAST_PAIRS - 1)  # of a sign test
-    with pytest.raises(ValueError, match="6 and 5 samples cannot be paired"):
+    with pytest.raises(ValueError, match="length"):
         difference(ours, full[1:])
 
 

@@ -97,6 +97,8 @@ def command(*arguments: str) -> str:
         return out.getvalue()
     told = err.getvalue()
     lines = told.splitlines()
+    if any(line.startswith("hint: report it with") for line in lines):
+        raise AssertionError(f"nobody foresaw: {told}")
     if code not in (1, 2, 3, 4) or (code < 3 and not any("error: " in line for line in lines)):
         raise AssertionError(f"exit code {code}: {told}")
     raise Refused("\n".join(line for line in lines if not line.startswith("model: ")))

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 import kvtool
+from kvtool.documents.messages import read_turns
 from kvtool.documents.source import read_source
-from kvtool.documents.turns import read_turns
 from kvtool.documents.yaml_writer import dump_yaml
 from kvtool.generation import decode_step, prefill
 from tests.fuzz.contract import Case, command

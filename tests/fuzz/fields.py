@@ -9,8 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from kvtool.documents.messages import read_turns
 from kvtool.documents.prompts import read_prompts
-from kvtool.documents.turns import read_turns
 from tests.fuzz.contract import Case, command
 from tests.fuzz.documents import RECIPE, Plans, Profiles
 from tests.fuzz.mutate import places

@@ -53,7 +53,7 @@ class RunFolders:
         )
 
     def _begin(self, store: Store) -> Run:
-        return Run.begin(
+        run = Run.plan(
             store,
             name="run",
             argv=[],
@@ -63,6 +63,8 @@ class RunFolders:
             protocol=Protocol(),
             gates=[],
         )
+        run.start()
+        return run
 
     def case(self, random: Random) -> Case:
         shutil.rmtree(self.folder, ignore_errors=True)

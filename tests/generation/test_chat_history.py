@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import kvtool
 from kvtool.cache.features.repetition import Repetition
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import UserTurn
 from kvtool.errors import UsageError
 from kvtool.generation import Conversation
 from tests.chat_templates import (

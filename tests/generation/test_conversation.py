@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.documents.turns import UserTurn
+from kvtool.documents.messages import UserTurn
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import Conversation, decode_step, prefill
 from kvtool.models.load import load

@@ -9,13 +9,23 @@ from transformers import GenerationConfig, WatermarkingConfig
 import kvtool
 from kvtool import generation
 from kvtool.errors import UsageError
-from kvtool.generation.model_settings import USES, end_tokens
+from kvtool.generation import model_settings
+from kvtool.generation.model_settings import end_tokens
 from kvtool.generation.serving import Waiting, serve
 from kvtool.models.load import load
 from kvtool.models.reference.tasks import needle_prompt
 from tests.tiers import first
 
 NEW = 16
+FOLLOWED = (  # of which transformers makes a processor or a stopping criterion
+    *("min_length", "min_new_tokens", "max_time", "stop_strings", "top_k", "top_p", "min_p"),
+    *("top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty"),
+    *("encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+    *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens"),
+    *("begin_suppress_tokens", "sequence_bias", "watermarking_config", "eos_token_id"),
+    "pad_token_id",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +85,7 @@ def plain(loaded, ids, **settings):
 
 def test_every_setting_of_transformers_has_its_use():
     names = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert names == set(USES)
+    assert names == {*FOLLOWED, *OURS, *IDLE, *REFUSED}
 
 
 def followed(usual):
@@ -118,7 +128,7 @@ SAME = {  # settings that alter nothing here, and must not be in the way
 
 
 def test_each_setting_that_is_followed_is_tried():
-    assert {*ALTERING, *SAME} == {name for name, use in USES.items() if use == "followed"}
+    assert {*ALTERING, *SAME} == set(FOLLOWED)
 
 
 @pytest.mark.parametrize("name", first(4, ALTERING))
@@ -142,7 +152,7 @@ def test_settings_of_sampling_are_followed_where_tokens_are_drawn(name, least, l
 
 
 IDLE = {
-    **dict.fromkeys((name for name, use in USES.items() if use == "idle"), True),
+    **dict.fromkeys(model_settings.IDLE, True),
     "assistant_early_exit": 1,
     "prompt_lookup_num_tokens": 3,
     "speculation_type": "dflash",
@@ -167,7 +177,7 @@ OURS = {
 
 @pytest.mark.parametrize("settings", [SAME, IDLE, OURS], ids=["same", "idle", "ours"])
 def test_other_settings_change_nothing(settings, loaded, ids, usual):
-    assert {*OURS} == {each for each, use in USES.items() if use == "ours"}
+    assert {*OURS} == {*model_settings.OURS}
     for name, value in settings.items():
         setattr(loaded.model.generation_config, name, value)
     assert answer(loaded, ids) == served(loaded, ids) == usual
@@ -187,7 +197,7 @@ REFUSED = {
 
 
 def test_what_another_loop_would_say_is_refused_before_the_prompt_is_read(loaded, ids):
-    assert {*REFUSED} == {each for each, use in USES.items() if use == "refused"}
+    assert {*REFUSED} == {*model_settings.REFUSED}
     for name, value in REFUSED.items():
         setattr(loaded.model.generation_config, name, value)
         cache = kvtool.build_cache(loaded.model, "full")

@@ -3,11 +3,12 @@
 import pytest
 
 import kvtool
+from kvtool.documents.messages import UserTurn
 from kvtool.documents.settings import Protocol
-from kvtool.documents.turns import UserTurn
-from kvtool.evaluation.bench.ask import AskOptions, ask
+from kvtool.evaluation.bench.ask import ask
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.samples.sample import Sample, Turn
+from kvtool.evaluation.tasks.qa import Questions
 from kvtool.generation import Conversation
 from kvtool.models.load import load
 from tests.evaluation.variants import make_variants
@@ -89,10 +90,10 @@ def test_chunks_are_led_to_by_what_comes_before(loaded, fed):
 
 def test_evaluations_put_the_instruction_in_the_template_too(loaded, fed):
     (variant,) = make_variants(["kvzip"], ["40"], baseline=False)
-    bench = Bench(loaded, variant, Protocol(chat_template="on"))
+    later, known = (Protocol(chat_template="on", query_aware=known) for known in (False, True))
     sample = Sample("a", TEXT, (Turn(" And the code?", ("7429103",), 4),))
-    ask(bench, sample, AskOptions(query_aware=False))
+    ask(Bench(loaded, variant, later), sample, Questions(name="qa"))
     assert fed[1].startswith(f"{FIRST}<eos>\n[assistant]")
     fed.clear()
-    ask(bench, sample, AskOptions())
+    ask(Bench(loaded, variant, known), sample, Questions(name="qa"))
     assert fed[1].startswith(f"<eos>\n[user]{FIRST}<eos>\n[assistant]")

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import kvtool
-from kvtool.errors import UsageError
 from kvtool.generation import prefill, token_logprobs
 from kvtool.models.load import load
 from kvtool.models.reference.tasks import needle_prompt
@@ -98,9 +97,3 @@ def test_a_single_token_without_logits_has_no_score(small):
     model, ids, _, _ = small
     scored, greedy = token_logprobs(model, kvtool.build_cache(model, "full"), ids[:, :1], chunk=1)
     assert scored.shape == greedy.shape == (1, 0)
-
-
-def test_refuses_a_chunk_below_one(small):
-    model, ids, _, _ = small
-    with pytest.raises(UsageError, match="chunk must be 1 or more, got 0"):
-        token_logprobs(model, kvtool.build_cache(model, "full"), ids, chunk=0)

@@ -6,7 +6,7 @@ A family works if
   nothing, to just the tokens that were kept, and holds no more slots than its budget.
 
 Otherwise it has to be refused, by one line that says why. `python -m tests.models.families` prints
-the table of `kvtool/models/README.md`; names of families after it try only these.
+the table of `kvtool/models/reference.md`; names of families after it try only these.
 """
 
 from __future__ import annotations
@@ -210,7 +210,7 @@ def check_held(cache: KVCache, budget: int) -> None:
 
 UNTRIED = {"gemma3n": "its image tower needs the package `timm`; its text model is `gemma3n_text`"}
 
-README = Path(kvtool.__file__).parent / "models" / "README.md"
+README = Path(kvtool.__file__).parent / "models" / "reference.md"
 MARKS = ("<!-- families -->", "<!-- /families -->")
 MADE_WITH = "5.23.0"
 """The release of transformers whose families are in the table."""

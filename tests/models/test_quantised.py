@@ -12,16 +12,14 @@ import kvtool
 from kvtool import extras
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models import reference
-from kvtool.models.folder import Source
 from kvtool.models.load import load
 from kvtool.models.placement import weight_bytes
 from kvtool.models.quantised import check_quantise, linear_layers, loading_options
-from kvtool.planning.parameters import BITS, count_parameters, stored_bytes, weights_bytes
+from kvtool.planning.parameters import BITS, count_parameters, folder_bytes, weights_bytes
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 HERE = find_spec("bitsandbytes") is not None
 needs_package = pytest.mark.skipif(not HERE, reason="bitsandbytes is not here")
-SOURCE = Source("model", "folder")
 
 
 class Linear4bit(nn.Linear):
@@ -64,7 +62,7 @@ def test_a_policy_that_reads_the_output_projection_is_refused(stub, policy):
 def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "bitsandbytes" else 1)
     with pytest.raises(UsageError, match="--quantize needs bitsandbytes") as caught:
-        check_quantise(SOURCE, "cpu", adapter=False, split=False)
+        check_quantise("cpu", split=False)
     assert caught.value.hint == "pip install 'kvtool[bitsandbytes]'"
 
 
@@ -72,13 +70,12 @@ def test_without_the_package_it_is_named(monkeypatch):
     ("device", "given", "told"),
     [
         ("mps", {}, "--quantize runs on cpu, cuda, xpu, not on mps"),
-        ("cpu", {"adapter": True}, "takes whole models"),
         ("cuda:0", {"split": True}, "--tensor-parallel exclude each other"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(device, given, told):
     with pytest.raises(UsageError, match=told):
-        check_quantise(SOURCE, device, **{"adapter": False, "split": False} | given)
+        check_quantise(device, **{"split": False} | given)
 
 
 def test_bits_are_asked_of_transformers():
@@ -121,7 +118,7 @@ def test_files_say_what_quantised_weights_take(tmp_path):
     folder = shutil.copytree(reference.path(), tmp_path / "small")
     config = family_model("llama").config
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    assert weight_bytes(config, "float32", name=str(folder)) == stored_bytes(folder) > 0
+    assert weight_bytes(config, "float32", name=str(folder)) == folder_bytes(folder) > 0
     (folder / "model.safetensors").unlink()
     assert weight_bytes(config, "float32", name=str(folder)) is None
     assert weight_bytes(config, "float32") is None

@@ -8,10 +8,10 @@ import pytest
 from kvtool.errors import KvtoolError
 from kvtool.models.reference.facts import NOUN_IDS
 from kvtool.models.reference.filler import Filler
-from kvtool.models.reference.frequent import RANKING, ask_frequent, ask_ranking
+from kvtool.models.reference.frequent import ask_frequent
 from kvtool.models.reference.tasks import TASKS, draw_example
 from kvtool.models.reference.vocabulary import decode, encode
-from training.rows import FILLER_WEIGHT, Mixture, draw_row
+from training.rows import FILLER_WEIGHT, RANKING, Mixture, draw_row
 from training.tokenizer import build_tokenizer
 
 FILLER = Filler(0, 200)
@@ -120,7 +120,7 @@ def test_another_seed_gives_other_sentences():
 def test_a_ranking_has_the_words_by_count_and_ties_weigh_nothing():
     words = NOUN_IDS[:10]
     counts = np.array([9, 2, 30, 12, 12, 8, 7, 6, 1, 0])
-    question, weights = ask_ranking(words, counts)
+    question, weights = ask_frequent(words, counts, RANKING, 8)
     assert question.prompt == RANKING
     assert question.answer[::2] == words[[2, 3, 4, 0, 5, 6, 7, 1]].tolist()
     assert weights[::2] == [1.0, 0.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0]

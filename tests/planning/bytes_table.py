@@ -26,7 +26,7 @@ from kvtool.sizes import DEFAULT_TOKENS, Budget
 from tests.models.bundled import shipped
 from tests.models_for_tests import any_cache, cutting
 
-PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "README.md"
+PAGE = Path(__file__).parents[2] / "kvtool" / "planning" / "reference.md"
 TARGETS = ("768KiB", "2MiB", "6MiB")
 PROMPT, NEW = 600, 16
 POLICIES = [cutting(name) for name in BASES if name != "full"]

@@ -1,4 +1,4 @@
-"""The table in `kvtool/planning/README.md`: all plans are those of today, as are runs of a few."""
+"""The table in `planning/reference.md`: all plans are those of today, as are runs of a few."""
 
 import pytest
 

@@ -12,7 +12,7 @@ from kvtool.plain_config import plain_config
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.fit import Needs, Run, advice, remedies
-from kvtool.planning.parameters import BITS, stored_bytes, weights_bytes
+from kvtool.planning.parameters import BITS, folder_bytes, weights_bytes
 from tests.evaluation.variants import make_variants
 from tests.models.published import LLAMA_3
 
@@ -110,18 +110,18 @@ def test_no_budget_makes_these_hold_less(policy):
     assert run_of(policy, None if policy == "full" else "64", 18 * GIB).most_as_it_is_read() is None
 
 
-def test_stored_bytes_are_those_of_the_tensors(tmp_path):
+def test_folder_bytes_are_those_of_the_tensors(tmp_path):
     tensors = {"a": torch.zeros(3, 5), "b": torch.zeros(7, dtype=torch.uint8)}
     save_file(tensors, tmp_path / "model.safetensors")
-    assert stored_bytes(tmp_path) == 3 * 5 * 4 + 7
+    assert folder_bytes(tmp_path) == 3 * 5 * 4 + 7
     held = load_file(reference.path() / "model.safetensors").values()
-    assert stored_bytes(reference.path()) == sum(each.nbytes for each in held)
+    assert folder_bytes(reference.path()) == sum(each.nbytes for each in held)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, b"\xff" * 80])
 def test_other_files_have_no_known_size(tmp_path, content):
-    assert stored_bytes(tmp_path) is None
+    assert folder_bytes(tmp_path) is None
     (tmp_path / "model.safetensors").write_bytes(content)
-    assert stored_bytes(tmp_path) is None
+    assert folder_bytes(tmp_path) is None
     (tmp_path / "model.safetensors.index.json").write_bytes(content)
-    assert stored_bytes(tmp_path) is None
+    assert folder_bytes(tmp_path) is None

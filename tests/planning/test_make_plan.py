@@ -158,7 +158,7 @@ REFUSED = {  # allocator, model, options, target: what is said
         None,
         {"profile": profile()},
         {"tokens": 100},
-        "`optimal` needs `answer_loss`, which the profile lacks",
+        "`optimal` needs a profile with `answer_loss`, and this one lacks it",
     ),
     "a layer without": (
         D2O(),

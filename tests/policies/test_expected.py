@@ -190,6 +190,7 @@ def test_scores_that_cannot_go_by_moments_are_refused(cuts, places, told):
     class Other(Score):
         name, paper, evidence = "other", "-", Evidence.MOMENTS
         when, positions = cuts, places
+        importance = parse_policy("expected").score.importance
 
     with pytest.raises(UsageError, match=told):
         Policy(Other())

@@ -10,7 +10,7 @@ from kvtool import parse_policy
 from kvtool.errors import UsageError
 from kvtool.maths.selection import keep_top
 from kvtool.policies.parts import SlotView
-from kvtool.policies.scores.keydiff import distance_from_anchor
+from kvtool.policies.scores.keydiff import distances_from_anchors
 from tests.reference.policies import build
 
 KEYS = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 1], [2, 0, 0, 0], [0, 0, 1, 1], [0, 2, 0, 0]]
@@ -88,7 +88,9 @@ def test_the_length_of_a_key_says_nothing():
     source = torch.Generator().manual_seed(2)
     keys = torch.randn(1, 1, 9, 4, generator=source)
     longer = keys * torch.rand(1, 1, 9, 1, generator=source).add(0.1)
-    torch.testing.assert_close(distance_from_anchor(keys, None), distance_from_anchor(longer, None))
+    torch.testing.assert_close(
+        distances_from_anchors([keys], None), distances_from_anchors([longer], None)
+    )
 
 
 @pytest.mark.parametrize("base", ["keydiff", "knorm"])

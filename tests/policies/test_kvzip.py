@@ -332,6 +332,7 @@ def test_scores_that_cannot_go_by_a_repetition_are_refused():
     @dataclass(frozen=True)
     class Other(Score):
         name, paper, evidence, when = "other", "-", Evidence.REPETITION, "always"
+        importance = parse_policy("kvzip").score.importance
 
         def importance(self, state, view, rows):
             return view.positions.float()

@@ -135,7 +135,7 @@ def test_its_spelling_and_what_is_refused(model):
     text = "PyramidInfer(recent_ratio=0.2, min_context=32)"
     assert str(parse_policy(text)) == "pyramidinfer(min_context=32)"
     for text, told in [
-        ("pyramidinfer(recent_ratio=1)", "recent_ratio must be between 0 and 1, got 1.0"),
+        ("pyramidinfer(recent_ratio=1)", "recent_ratio must be above 0 and below 1, got 1.0"),
         ("pyramidinfer(min_context=-1)", "min_context must be 0 or more, got -1"),
         ("pyramidinfer(sinks=-1)", "sinks must be 0 or more, got -1"),
         ("pyramidinfer+caote", "and `pyramidinfer` has none"),

@@ -209,12 +209,12 @@ def asked_for(**changes):
 def test_what_cannot_be_measured_is_refused_before_anything_loads():
     for changes, told in [
         ({"samples": 1}, "answer_loss needs 2 samples or more"),
-        ({"policy": "full"}, "`full` keeps everything, so it has no answer_loss"),
+        ({"policy": "full"}, "`full` keeps everything; answer_loss is measured layer by layer"),
         ({"policy": "quest"}, "`quest` reads part of what it stores"),
-        ({"policy": "kvzip"}, "are cut together"),
+        ({"policy": "kvzip"}, "cuts its layers together"),
         ({"policy": "h2o+pyramid"}, "splits a budget over the layers; answer_loss is measured"),
         ({"policy": "streaming(positions=cache)"}, "numbers tokens anew"),
-        ({"budgets": ["65"]}, "65 is above the 64 tokens of a text"),
+        ({"budgets": ["65"]}, "65 is not within the 64 tokens of a text"),
     ]:
         with pytest.raises(UsageError, match=told.replace("(", r"\(")):
             asked_for(**changes)

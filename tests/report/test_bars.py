@@ -3,8 +3,8 @@ import pytest
 pytest.importorskip("matplotlib")
 
 
+from kvtool.evaluation.costs import spent_by_variant
 from kvtool.report.cost_pictures import cost_figure
-from kvtool.report.costs import spent_by_variant
 from kvtool.report.formats import share
 from kvtool.report.panels import drawing
 from tests.report.examples import HOST_BYTES, document, with_host_memory
@@ -83,6 +83,7 @@ def test_host_memory_is_dotted_behind_what_is_held():
     assert host.get_x() == pytest.approx(kv.get_width() + state.get_width())
     assert host.get_hatch() == "...."
     assert len(sizes["snapkv@64"]) == 2
-    shares = f"{share(spent.kv_share + spent.state_share)} + {share(spent.host_share)}"
+    held, aside = spent.share(spent.kv_bytes + spent.state_bytes), spent.share(spent.host_bytes)
+    shares = f"{share(held)} + {share(aside)}"
     assert shares in [each.get_text() for each in panels[0].texts]
     assert "host memory (dotted)" in panels[0].get_title()

@@ -17,6 +17,7 @@ from kvtool.report.panels import covered, drawing, looks
 from kvtool.report.results import costs
 from kvtool.report.results_text import summary_table
 from kvtool.report.score_lines import front_of, held_figure, held_points
+from kvtool.report.table import Note
 from kvtool.report.variants import families
 from kvtool.report.view import rows_of
 from kvtool.report.words import notes
@@ -99,15 +100,13 @@ def test_tables_say_how_many_times_smaller_a_cache_is():
     Console(file=text, width=120).print(summary_table(RUN))
     row = next(row for row in text.getvalue().splitlines() if "h2o+int8@256" in row)
     assert f" {whole / held:.2f}x " in row
-    table = costs(RUN)
-    place = [column.title for column in table.columns].index("× smaller") - 1
-    smaller = {row.head: row.cells[place].text for row in table.rows}
-    assert smaller["h2o+int8@256"] == f"{whole / held:.2f}x"
-    assert smaller["full"] == "1.00x"
+    smaller = {row.head: row.cells[1].notes for row in costs(RUN).rows}
+    assert smaller["h2o+int8@256"] == (Note(f"{whole / held:.2f}x"),)
+    assert smaller["full"] == (Note("1.00x"),)
     assert any("held: their buffers" in note for note in notes(RUN))
     partial = RUN.model_copy(update={"results": RUN.results[1:]})
-    smaller = {row.head: row.cells[place].text for row in costs(partial).rows}
-    assert smaller["h2o+int8@256"] == "–", "there is no full cache to hold it against"
+    smaller = {row.head: row.cells[1].notes for row in costs(partial).rows}
+    assert smaller["h2o+int8@256"] == (), "there is no full cache to hold it against"
 
 
 def test_the_verdict_names_the_fewest_bytes_whatever_the_tokens():

@@ -1,6 +1,6 @@
 import pytest
 
-from kvtool.report.costs import relative, spent_by_variant, spent_on
+from kvtool.evaluation.costs import relative, spent_by_variant, spent_on
 from tests.report.examples import cost, document, result, variants
 
 FULL, H2O = variants({"h2o": 0.5}, (64,))
@@ -19,7 +19,7 @@ def test_costs_are_means_over_samples_not_over_tasks():
     assert spent.prefill_rate == pytest.approx(sum(c.prompt_tokens for c in samples) / seconds)
     seconds = sum(c.decode_s for c in samples)
     assert spent.decode_rate == pytest.approx(sum(c.new_tokens for c in samples) / seconds)
-    assert spent.kv_share == pytest.approx(spent.kv_bytes / spent.full_bytes)
+    assert spent.share(spent.kv_bytes) == pytest.approx(spent.kv_bytes / spent.full_bytes)
 
 
 def test_one_task_keeps_its_own_rate():

@@ -9,8 +9,8 @@ import pytest
 
 from kvtool.documents.results import VariantEntry
 from kvtool.documents.verdict import Difference
+from kvtool.evaluation.costs import UNTESTED, is_tested
 from kvtool.evaluation.pairs import corrected
-from kvtool.report.costs import UNTESTED, is_tested
 from kvtool.report.results import summary_with_costs
 from kvtool.report.results_text import latex, markdown
 from kvtool.report.table import Cell, Column, Note, Row, Table
@@ -105,7 +105,7 @@ def test_two_of_one_label_keep_their_names():
 def test_markdown_by_hand():
     table = Table(
         [Column("variant", words=True), Column("niah", "em")],
-        [Row("a|b", [Cell("0.5", (Note("±0.1"), Note("", width=3)))])],
+        [Row("a|b", [Cell("0.5", (Note("±0.1"),))])],
     )
     assert markdown(table) == "| policy | niah em |\n| --- | ---: |\n| a\\|b | 0.5 ±0.1 |"
 

@@ -252,19 +252,19 @@ def test_rows_of_a_padded_batch_show_their_own_text(loaded):
         shown = "".join(cache.show(tokenizer, row=row).pieces)
         assert shown.removeprefix("<bos>").startswith(text)
         assert "<pad>" not in shown
-    with pytest.raises(UsageError, match="the cache holds 2 texts, and row 2 is asked for"):
+    with pytest.raises(UsageError, match=r"has read 2 x 30 tokens; .* row is 2"):
         cache.show(tokenizer, row=2)
 
 
 def test_a_text_that_nobody_knows_is_asked_for(loaded):
     model, ids = loaded.model, loaded.tokenizer("The old lamp", return_tensors="pt").input_ids
     cache = kvtool.build_cache(model, "h2o", 12)
-    with pytest.raises(UsageError, match="the cache is empty"):
+    with pytest.raises(UsageError, match="it has read nothing"):
         cache.show(loaded.tokenizer)
     model(ids, past_key_values=cache)
     with pytest.raises(UsageError, match=r"does not know its text.*input_ids=ids"):
         cache.show(loaded.tokenizer)
-    with pytest.raises(UsageError, match=r"has read 1 x \d+ tokens, and input_ids are 1 x 2"):
+    with pytest.raises(UsageError, match=r"has read 1 x \d+ tokens; input_ids are 1 x 2"):
         cache.show(loaded.tokenizer, input_ids=ids[:, :2])
     shown = cache.show(loaded.tokenizer, input_ids=ids)
     assert "".join(shown.pieces).endswith("The old lamp")

@@ -3,7 +3,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from kvtool.report.needles import kept_by_layer, layers_figure
+from kvtool.report.cost_pictures import kept_by_layer, layers_figure
 from kvtool.report.panels import drawing
 from tests.report.examples import LAYERS, cost, document
 

@@ -7,9 +7,9 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from kvtool.documents.verdict import Paired
-from kvtool.report.budgets import budget_figure
 from kvtool.report.curves import curve_figure, curves
 from kvtool.report.panels import drawing
+from kvtool.report.score_lines import budget_figure
 from tests.report.examples import changed, container, document, line, ppl
 
 

@@ -88,7 +88,7 @@ def test_tables_hold_scores_differences_and_costs(no_matplotlib):
     average = next(a for a in run.averages if a.variant == "h2o@64")
     assert scores[4] == f"{average.value:.1f} {average.delta:+.1f}"
     # held: 4 more slots than are filled, and the policy's 3 KiB
-    expected = ["105.0 KiB", "9.31x", "96.0 KiB", "9.9%", "3.0 KiB", "0.300", "44.00", "1.10x"]
+    expected = ["96.0 KiB 9.9%", "105.0 KiB 9.31x", "3.0 KiB", "0.300", "44.00 1.10x"]
     assert costs[1:] == [*expected, "8.0", "–"]  # then tokens written, and the share that evicted
     assert niah[2:4] == ["264", "0"]
     full = next(row for row in Reader(page(run)).rows if row[0] == "full")

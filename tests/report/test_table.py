@@ -1,18 +1,16 @@
-"""One table, shown by a terminal, by the page and by a notebook."""
+"""One table, shown by a terminal, and by the page and a notebook."""
 
 from html.parser import HTMLParser
 
-from jinja2 import Environment, FileSystemLoader
 from rich.console import Console
 
-from kvtool.package_data import data_file
 from kvtool.report.table import Cell, Column, Note, Row, Table
+from kvtool.report.templates import html_table
 from kvtool.report.terminal import rich_table
-from kvtool.report.view import html_table
 
 COLUMNS = [
     Column("variant", words=True),
-    Column("niah", "exact match", short="niah\nem", aligned=True, group="a"),
+    Column("niah", "exact match", short="niah\nem", group="a"),
     Column("task", words=True, group="b"),
 ]
 TABLE = Table(
@@ -22,12 +20,12 @@ TABLE = Table(
         Row(
             "h2o@64",
             [
-                Cell("0.5", (Note("±0.1", kind="error"), Note("-0.5", "worse", "difference"))),
-                Cell("<i>", (Note("", width=4),)),
+                Cell("0.5", (Note("±0.1"), Note("-0.5", "worse"))),
+                Cell("<i>"),
             ],
             first=True,
         ),
-        Row("h2o@128", [Cell("0.75", (Note("0", kind="difference"),)), Cell("y", look="better")]),
+        Row("h2o@128", [Cell("0.75", (Note("0"),)), Cell("y", look="better")]),
     ],
 )
 
@@ -42,12 +40,6 @@ def on_a_terminal(shown, width=80, colour=False):
     with console.capture() as capture:
         console.print(shown)
     return capture.get()
-
-
-def on_the_page(table):
-    loader = FileSystemLoader(data_file("report/table.html").parent)
-    template = Environment(loader=loader, autoescape=True).get_template("table.html")
-    return str(template.module.table(table))
 
 
 class Cells(HTMLParser):
@@ -71,9 +63,8 @@ class Cells(HTMLParser):
             self.found[-1] += data
 
 
-def test_all_three_show_the_same_cells():
-    on_page, in_notebook = Cells(on_the_page(TABLE)).found, Cells(html_table(TABLE)).found
-    assert on_page == in_notebook
+def test_both_show_the_same_cells():
+    on_page = Cells(html_table(TABLE)).found
     assert on_page[3:6] == ["h2o@64", "0.5 ±0.1 -0.5", "<i>"]
     lines = on_a_terminal(rich_table(TABLE)).splitlines()
     [line] = [line for line in lines if line.split()[:1] == ["h2o@64"]]

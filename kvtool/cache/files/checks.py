@@ -1,9 +1,7 @@
 """Check the tensors of a cache file, name by name, before a cache is filled with them.
 
 A checksum shows that a file is as it was written, not that kvtool wrote it. So every tensor is
-compared with the policy (which names there are), the model (shapes, dtypes, size of the vocabulary)
-and the others: what batch entries and heads hold, and the numbers of tokens that they have seen.
-Each tensor is taken once; a tensor that is left over is refused.
+compared with the policy, the model and the others; one that is left over is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from kvtool.cache.hooks.probes import ask_recurrent
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import RANGES
 from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.settings import RopeLengths
 from kvtool.errors import KvtoolError
 from kvtool.maths.quantise import MOST_EXPONENT
 from kvtool.model_shape import LayerShape, layer_shapes
@@ -111,11 +110,7 @@ def check_layer(
     shape: LayerShape,
     dtype: torch.dtype,
 ) -> None:
-    """Refuse tensors of a layer that do not fit its policy, the model or each other.
-
-    Raises:
-        KvtoolError: the first such tensor.
-    """
+    """Refuse tensors of a layer that do not fit its policy, the model or each other."""
     name, batch, heads = f"layer.{layer.index}", file.batch, shape.kv_heads
     slots = file.kept(layer.index)
     _check_stored(file, layer.policy.codec, name, (batch, heads, slots), shape, dtype)
@@ -193,23 +188,15 @@ def _take_budget(file: FileTensors, layer: SlotLayer, name: str) -> Tensor:
     """Take the budget of each sequence, or of all of them: (batch or 1,)."""
     found = file.left.get(name)
     rows = file.batch if found is not None and found.numel() > 1 else 1
-    budget = file.take(name, (rows,), torch.int64, 0, MOST_TOKENS)
-    if layer.window is not None and (budget != layer.window - 1).any():
-        raise file.bad(name, "is not the width of the layer's window")
-    if layer.policy.when != "never" and layer.window is None and (budget < 1).any():
-        raise file.bad(name, "keeps no token")
-    return budget
+    if layer.window is not None:
+        return file.take(name, (rows,), torch.int64, layer.window - 1, layer.window - 1)
+    return file.take(name, (rows,), torch.int64, int(layer.policy.when != "never"), MOST_TOKENS)
 
 
 def _check_filled(
     file: FileTensors, layer: SlotLayer, name: str, positions: Tensor, most: Tensor, uneven: bool
 ) -> None:
-    """Check how many slots are filled.
-
-    Args:
-        most: tokens that each head may keep, (batch or 1, heads or 1).
-        uneven: whether sequences or heads may hold different counts.
-    """
+    """Check how many slots are filled."""
     when, filled = layer.policy.when, (positions >= 0).sum(-1)
     if when == "always" and (filled >= most + layer.policy.spare).any():
         raise file.bad(name, "holds more tokens than its budget")
@@ -228,16 +215,7 @@ def check_tensors(
     cache: KVCache,
     model: PreTrainedModel,
 ) -> None:
-    """Refuse tensors that no cache of this kind has written.
-
-    Args:
-        metadata: of the file, checked.
-        tensors: of the file, on the CPU.
-        cache: an empty one, made as the metadata say.
-
-    Raises:
-        KvtoolError: the first tensor that is missing or too many, or does not fit.
-    """
+    """Refuse tensors that no cache of this kind has written."""
     seen, tokens = int(metadata["seen"]), int(metadata["tokens_seen"])
     first = f"layer.{cache.first_layer.index}.keys"
     keys = tensors.get(first)
@@ -299,17 +277,43 @@ def _logits_of(model: PreTrainedModel) -> int:
 
 
 def check_ranks(path: Path, tensors: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-    """Refuse ranks of heads that are not those of every head of the model, before they are used.
+    """Refuse ranks of heads that are not those of every head of the model, before they are used."""
+    ranks = tensors.get("head_ranks", torch.zeros(0))
+    shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
+    wanted = torch.arange(len(shapes) * shapes[0].kv_heads).view(len(shapes), -1)
+    order = ranks.flatten().sort().values.view(-1)
+    if ranks.shape != wanted.shape or not torch.equal(order, wanted.flatten()):
+        raise bad_file(path, "`head_ranks` are not the places of all heads")
+
+
+def read_rope(path: Path, metadata: Mapping[str, str], cache: KVCache) -> RopeLengths | None:
+    """Return the lengths for which a file's RoPE factors were chosen; None for other models.
+
+    Files of older versions do not say so. Their keys have the factors of short texts as long as the
+    text is one; beyond, factors may be mixed.
 
     Raises:
-        KvtoolError: they are missing, of another shape, or no ranks.
+        KvtoolError: lengths that no cache of this model has, or an old file of a long text.
     """
-    ranks = tensors.get("head_ranks")
-    shapes = [shape for shape in layer_shapes(model.config) if shape is not None]
-    if ranks is None or ranks.dtype != torch.int64:
-        raise bad_file(path, "`head_ranks` are missing or no whole numbers")
-    wanted = (len(shapes), shapes[0].kv_heads)
-    if tuple(ranks.shape) != wanted:
-        raise bad_file(path, f"`head_ranks` are {list(ranks.shape)}, not {list(wanted)}")
-    if not torch.equal(ranks.flatten().sort().values, torch.arange(ranks.numel())):
-        raise bad_file(path, "`head_ranks` are not the places of all heads")
+    rope, stored_lengths, seen = cache.link.rope, metadata.get("rope_lengths"), cache.tokens_seen()
+    if rope is None:
+        if stored_lengths is not None:
+            raise bad_file(path, "the RoPE of this model does not depend on the length of the text")
+        return None
+    if stored_lengths is None:
+        if max(seen) > rope.thresholds[0]:
+            raise KvtoolError(
+                f"`{path}` does not say which RoPE factors its keys have, and beyond "
+                f"{rope.thresholds[0]} tokens an older kvtool may have mixed them",
+                hint="compress the text anew",
+            )
+        return RopeLengths.of([rope.factors_for(length) for length in seen])
+    numbers = stored_lengths.split(",")
+    sound = all(each.isascii() and each.isdecimal() and len(each) <= 10 for each in numbers)
+    lengths = RopeLengths(tuple(map(int, numbers)) if sound else ())
+    if len(lengths.lengths) not in (1, len(seen)) or not all(
+        rope.factors_for(length) == length and rope.serve(length, tokens)
+        for length, tokens in zip(lengths.of_entries(len(seen)), seen, strict=True)
+    ):
+        raise bad_file(path, f"RoPE factors of {stored_lengths} tokens for texts of {seen}")
+    return lengths

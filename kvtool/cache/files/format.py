@@ -11,24 +11,19 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from kvtool.cache.tensor_files.tensor_file import DamagedFile, TensorFile
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.sizes import MOST_TOKENS
-from kvtool.weights_hash import weights_hash
+from kvtool.weights_hash import local_part, weights_hash
 
 _TEXTS = ("policy", "budget", "prefill", "model", "config_hash", "weights", "kvtool")
 
 
 def check_metadata(path: Path, metadata: Mapping[str, str]) -> None:
-    """Refuse a file that lacks a text, or whose counts of tokens are none.
-
-    Raises:
-        KvtoolError: the first such entry.
-    """
+    """Refuse a file that lacks a text, or whose counts of tokens are none."""
     for name in _TEXTS:
         if name not in metadata:
             raise bad_file(path, f"`{name}` is missing")
@@ -116,13 +111,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str:
     """Hash of the dtype and eight numbers of every weight, which every file holds."""
     sample = [
         weight.detach().flatten()[:8].float().to(model.device)
-        for weight in (_local(weight) for weight in model.parameters())
+        for weight in map(local_part, model.parameters())
         if not weight.is_meta
     ]
     numbers = torch.cat(sample).cpu().numpy().tobytes() if sample else b""
     return hashlib.sha256(str(model.dtype).encode() + numbers).hexdigest()
-
-
-def _local(weight: Tensor) -> Tensor:
-    """The part of a weight that this process holds, if it is split over processes."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight

@@ -6,7 +6,6 @@ A cache that is saved, loaded and continued gives what the unbroken run gives.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvtool.cache.entry.build import make_cache
-from kvtool.cache.files.checks import check_ranks, check_tensors
+from kvtool.cache.files.checks import check_ranks, check_tensors, read_rope
 from kvtool.cache.files.format import (
     bad_file,
     check_metadata,
@@ -22,7 +21,6 @@ from kvtool.cache.files.format import (
     has_weights,
     read_file,
 )
-from kvtool.cache.files.rope_checks import read_rope
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
@@ -31,7 +29,7 @@ from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.slot_form import RANGES, CodedForm
 from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.cache.whole.cache import KVCache
-from kvtool.documents.messages import ChatHistory, read_history
+from kvtool.documents.messages import read_history
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.source import Source
 from kvtool.errors import KvtoolError, UsageError
@@ -87,22 +85,13 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> KVCache:
         cache.budgets.expect(int(tensors["read.reserve"]))
     cache.remember(tensors.get("input_ids"), tensors.get("next_logits"))
     cache.resume_rope(read_rope(path, metadata, cache))
-    chat = metadata.get("chat")
-    behind: Literal["open", "answer"] | None = (
-        "open" if chat == "open" else "answer" if chat == "answer" else None
-    )
-    cache.end_with(behind, _read_history(path, metadata))
-    return cache
-
-
-def _read_history(path: Path, metadata: dict[str, str]) -> ChatHistory | None:
-    """Read the messages of a conversation; files of earlier versions hold none."""
-    if "said" not in metadata:
-        return None
+    chat, said = metadata.get("chat"), metadata.get("said")  # which older files do not hold
     try:
-        return read_history(metadata["said"])
+        history = None if said is None else read_history(said)
     except ValueError as error:
         raise bad_file(path, f"`said`: {error}") from None
+    cache.end_with("open" if chat == "open" else "answer" if chat == "answer" else None, history)
+    return cache
 
 
 def _empty_cache(

@@ -60,7 +60,11 @@ def save_cache(
     known = cache.input_ids
     if input_ids is None and known is not None and known.shape[1] >= cache.get_seq_length():
         input_ids, next_logits = known, cache.text.next_logits
-    tensors = _text_tensors(input_ids, next_logits) | _cache_tensors(cache) | _all_layers(cache)
+    tensors = _cache_tensors(cache) | _all_layers(cache)
+    if input_ids is not None:
+        tensors["input_ids"] = input_ids.cpu().long()
+    if next_logits is not None:
+        tensors["next_logits"] = next_logits.float().cpu()
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     metadata = _metadata(cache, model, model_name, with_text=input_ids is not None)
     metadata = {key: printable(value) for key, value in metadata.items()}
@@ -71,11 +75,7 @@ def save_cache(
 def _metadata(
     cache: KVCache, model: PreTrainedModel, model_name: str | None, *, with_text: bool
 ) -> dict[str, str]:
-    """Describe a cache and the model that filled it.
-
-    Args:
-        with_text: whether the file holds the text of the cache.
-    """
+    """Describe a cache and the model that filled it."""
     block = cache.settings.block
     metadata = {
         "kind": KIND,
@@ -98,15 +98,6 @@ def _metadata(
     if cache.rope.chosen is not None:
         metadata["rope_lengths"] = ",".join(map(str, cache.rope.chosen.lengths))
     return metadata
-
-
-def _text_tensors(input_ids: Tensor | None, next_logits: Tensor | None) -> dict[str, Tensor]:
-    tensors = {}
-    if input_ids is not None:
-        tensors["input_ids"] = input_ids.cpu().long()
-    if next_logits is not None:
-        tensors["next_logits"] = next_logits.float().cpu()
-    return tensors
 
 
 def _cache_tensors(cache: KVCache) -> dict[str, Tensor]:

@@ -30,9 +30,6 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     attention, watched by hooks: the same policies, but a prompt's weights are held in full while it
     runs.
 
-    Returns:
-        The model.
-
     Raises:
         KvtoolError: the model's attention cannot be replaced, or its layers cannot be compressed.
     """
@@ -70,24 +67,17 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
 def _exchange(model: PreTrainedModel) -> None:
     """Make a model call kvtool's attention."""
-    if not model._can_set_attn_implementation():
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(IMPLEMENTATION)
+    if model.config._attn_implementation != IMPLEMENTATION:
         raise KvtoolError(
             f"the attention of `{model.config.model_type}` cannot be replaced: "
             "its code does not go through transformers' interface"
         )
-    model.set_attn_implementation(IMPLEMENTATION)
-    if model.config._attn_implementation != IMPLEMENTATION:
-        raise KvtoolError(
-            f"transformers did not switch `{model.config.model_type}` to kvtool's attention"
-        )
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model its own attention back.
-
-    Returns:
-        The model.
-    """
+    """Give a model its own attention back, and return the model."""
     given, model = model, uncompiled(model)
     previous = attachment(model)
     if previous is None:
@@ -123,11 +113,7 @@ def attach_for_a_while(model: PreTrainedModel) -> None:
 
 
 def give_back(model: PreTrainedModel, *, keep: bool) -> None:
-    """End one use of a model; the last one detaches it.
-
-    Args:
-        keep: leave it attached for good.
-    """
+    """End one use of a model; the last one detaches it."""
     with _LOCK:
         if model not in _USES:
             return  # its caller has attached it, or it is kept

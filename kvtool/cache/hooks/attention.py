@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from kvtool.cache.hooks.masks import is_callers, note_own
-from kvtool.cache.hooks.training import dropout_refused
+from kvtool.cache.hooks.masks import dropout_refused, is_callers, note_own
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import refusal
 from kvtool.cache.steps.attend import any_shared_kv, find_shared_kv
@@ -38,10 +37,6 @@ def later_columns(
     options: Mapping[str, Any],
 ) -> Tensor | None:
     """Find out which of the new tokens each one sees, by its model's own mask.
-
-    Args:
-        mask_function, attention_mask, q_length, q_offset: as transformers makes a mask from them.
-        options: what else it makes a mask from.
 
     Returns:
         (batch, q_len, 2) int64, the columns of the first and the last new token seen; None where no

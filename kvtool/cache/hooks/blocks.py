@@ -55,11 +55,7 @@ class Block:
     """
 
     def __init__(self, model: PreTrainedModel, maker: CacheMaker, frame: FrameType) -> None:
-        """Open a block in the running context.
-
-        Args:
-            frame: of the generator that a `with` statement has entered.
-        """
+        """Open a block in the running context."""
         self.maker, self.thread, self.open = maker, threading.get_ident(), True
         self.model = weakref.ref(model)
         frame, here = _owner(frame), _HERE.get()
@@ -98,12 +94,6 @@ def _of_contextlib(frame: FrameType | None) -> bool:
 def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | None:
     """Find the block that the running call of a model is made in.
 
-    Args:
-        blocks: the open blocks of the model.
-
-    Returns:
-        The block; None where none is open.
-
     Raises:
         UsageError: it could be one of several that differ, or belongs to none that is open.
     """
@@ -138,11 +128,7 @@ def block_of_call(model: PreTrainedModel, blocks: Sequence[Block]) -> Block | No
 
 
 def check_threads(blocks: Sequence[Block], maker: CacheMaker) -> None:
-    """Refuse to open a block beside one of another thread that wants something else.
-
-    Raises:
-        UsageError: the calls of both would be compressed differently.
-    """
+    """Refuse to open a block beside one of another thread that wants something else."""
     for other in blocks:
         if other.thread != threading.get_ident() and other.maker.settings != maker.settings:
             raise UsageError(

@@ -36,11 +36,7 @@ _LOCAL = threading.local()
 
 
 def install(model: PreTrainedModel) -> list:
-    """Hook every attention module.
-
-    Returns:
-        Handles whose `remove` undoes it.
-    """
+    """Hook every attention module."""
     modules = [
         module
         for name, module in model.named_modules()
@@ -109,11 +105,7 @@ def _callers_mask(layer: SlotLayer, mask: Tensor, hidden: Tensor, heads: int) ->
 def _new_positions(
     layer: SlotLayer, mask: Tensor | None, q_len: int, decoding: bool
 ) -> Tensor | None:
-    """Positions of the new tokens, None where no sequence is padded.
-
-    They follow from the model's own mask: its last query sees every new token that is not padding.
-    In a static step no sequence is padded, and the mask says nothing.
-    """
+    """Positions of the new tokens, None where no sequence is padded."""
     if mask is None or layer.seen_device is not None or (decoding and not layer.padded):
         return None
     valid = mask[:, 0, -1, -q_len:]
@@ -154,8 +146,7 @@ def _after(module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
     weights = output[1].float().unsqueeze(2)  # (batch, heads, 1, q_len, keys)
     step, masked = take_pending(weights.shape[-1]), _LOCAL.masked
     _LOCAL.masked = None
-    if step is None:
-        raise RuntimeError("an attention module ran without its cache")
+    assert step is not None, "the module has updated its cache"
     layer = step.layer
     if step.decoding:
         layer.enter_token(masked.positions)

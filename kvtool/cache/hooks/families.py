@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedConfig
 
 from kvtool.cache.whole.layers import check_layers
@@ -24,40 +26,45 @@ _OWN_WAYS = {
 
 
 def check_supported(config: PreTrainedConfig) -> None:
-    """Refuse, before anything is loaded or run, what cannot work.
-
-    Raises:
-        KvtoolError: one line that says why.
-    """
-    kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False):
-        raise KvtoolError(
-            f"`{kind}` is an encoder-decoder model; only decoders have a cache to compress"
-        )
+    """Refuse, before anything is loaded or run, what cannot work."""
     text = config.get_text_config(decoder=True)
-    if kind in _KEY_BIASED or getattr(text, "alibi", False):
-        raise KvtoolError(
-            f"`{kind}` adds a bias by the index of a key (ALiBi), which eviction would shift"
-        )
-    if kind in _OWN_WAYS:
-        raise KvtoolError(f"`{kind}` {_OWN_WAYS[kind]}, which is not supported")
-    if getattr(text, "cross_attention_layers", None):
-        raise KvtoolError(f"`{kind}` caches the keys of images beside its text (cross-attention)")
-    if getattr(text, "rel_extent", None):
-        raise KvtoolError(f"`{kind}` adds a bias by a key's distance, which eviction would shift")
-    if kind.endswith("_assistant"):
-        raise KvtoolError(f"`{kind}` reads the cache of another model, and keeps none of its own")
-    if any(getattr(text, name, None) for name in _INDEXED) or "indexed_attention" in (
-        getattr(text, "layer_types", None) or ()
-    ):
-        raise KvtoolError(
-            f"`{kind}` selects keys by their index (sparse attention), which eviction would shift"
-        )
-    if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
-        raise KvtoolError(f"`{kind}` attends in both directions, so it has no cache to compress")
-    if not hasattr(text, "num_attention_heads") and not hasattr(text, "n_head"):
-        raise KvtoolError(f"`{kind}` has no attention layers, so there is no cache to compress")
+    why = _why_not(config, text)
+    if why is not None:
+        raise KvtoolError(f"`{config.model_type}` {why}")
     check_layers(text)
+
+
+def _why_not(config: PreTrainedConfig, text: Any) -> str | None:
+    """Say what a family does that a compressed cache cannot serve; None: it can."""
+    kind, kinds = config.model_type, getattr(text, "layer_types", None) or ()
+    both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
+    heads = hasattr(text, "num_attention_heads") or hasattr(text, "n_head")
+
+    def has(*names: str) -> bool:
+        return any(getattr(text, name, None) for name in names)
+
+    shifted = "which eviction would shift"
+    reasons = (
+        (
+            getattr(config, "is_encoder_decoder", False),
+            "is an encoder-decoder model; only decoders have a cache to compress",
+        ),
+        (
+            kind in _KEY_BIASED or has("alibi"),
+            f"adds a bias by the index of a key (ALiBi), {shifted}",
+        ),
+        (kind in _OWN_WAYS, f"{_OWN_WAYS.get(kind)}, which is not supported"),
+        (has("cross_attention_layers"), "caches the keys of images beside its text"),
+        (has("rel_extent"), f"adds a bias by a key's distance, {shifted}"),
+        (kind.endswith("_assistant"), "reads the cache of another model, and keeps none"),
+        (
+            has(*_INDEXED) or "indexed_attention" in kinds,
+            f"selects keys by their index (sparse attention), {shifted}",
+        ),
+        (both_ways, "attends in both directions, so it has no cache to compress"),
+        (not heads, "has no attention layers, so there is no cache to compress"),
+    )
+    return next((reason for found, reason in reasons if found), None)
 
 
 def notes(config: PreTrainedConfig) -> list[str]:

@@ -1,14 +1,7 @@
 """Work of kvtool before and after every forward over one of its caches.
 
-A forward that asks not to use its cache, or sets it aside, is refused. So is one over a cache that
-another forward has left changed in some layers only.
-
-Logits: for a policy that scores by them, the cache frees slots for the new tokens before the
-forward, and all logits are computed. After it the cache sees them, and the caller gets those that
-it asked for.
-
-Positions: a feature may number the new tokens by other places than those in the text, whose true
-positions are the cache's own.
+A forward is refused that does not use its cache. For a policy that scores by logits, all logits are
+computed, the cache sees them, and the caller gets those that it asked for.
 """
 
 from __future__ import annotations
@@ -22,9 +15,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from kvtool.cache.hooks.masks import PACKED, check_packed, read_mask
+from kvtool.cache.hooks.masks import PACKED, check_packed, check_training, read_mask
 from kvtool.cache.hooks.same_cache import check_returned, set_aside
-from kvtool.cache.hooks.training import check_training
 from kvtool.cache.steps.attend import forget_shared_kv
 from kvtool.cache.steps.call import IMPLEMENTATION, forget_pending
 from kvtool.cache.whole.cache import KVCache
@@ -61,22 +53,15 @@ def answer_logits(cache: KVCache, output: Any) -> None:
             hint="call the attached model itself, with return_dict=True",
         )
     cache.take_logits(logits)
-    output.logits = _asked_for(logits, cache.running.answer_logits())
-
-
-def _asked_for(logits: Tensor, asked: int | Tensor) -> Tensor:
-    """The columns that transformers' `logits_to_keep` selects."""
-    if isinstance(asked, int):
-        return logits if asked == 0 else logits[:, -asked:]
-    return logits[:, asked]
+    asked = cache.running.answer_logits()  # as transformers' `logits_to_keep` selects columns
+    if not isinstance(asked, int):
+        output.logits = logits[:, asked]
+    elif asked:
+        output.logits = logits[:, -asked:]
 
 
 def check_running(cache: KVCache, given: dict[str, Any], position_ids: Tensor) -> None:
-    """Refuse position ids that do not count a block's tokens on, for a policy that uses them.
-
-    Raises:
-        KvtoolError: positions of packed texts, of a tree, or with gaps.
-    """
+    """Refuse position ids that do not count a block's tokens on, for a policy that uses them."""
     layer, policy = cache.first_layer, cache.policy
     by_place = cache.settings.renumbers
     if not (by_place or policy.moments is not None) or position_ids.dim() != 2:
@@ -105,11 +90,7 @@ _LOCAL = threading.local()  # of the running forward: what its cache had seen be
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Hook a model, and its decoder, which may be called alone.
-
-    Returns:
-        Handles whose `remove` undoes it.
-    """
+    """Hook a model, and its decoder, which may be called alone."""
     decoder = model.get_decoder()
     return [
         model.register_forward_pre_hook(_before_model, with_kwargs=True),
@@ -183,7 +164,11 @@ def _given(module: nn.Module, args: tuple, kwargs: dict) -> tuple[dict[str, Any]
     if not isinstance(cache, KVCache):
         return given, None
     if given.get("use_cache") is False:
-        raise _unused()
+        raise UsageError(  # transformers would feed the whole text at every step
+            "use_cache=False says that no cache is used, and a kvtool cache is passed along",
+            hint=f"pass use_cache=True, or no {cache_argument()} "
+            "(where nobody says, generation_config.use_cache counts)",
+        )
     if cache.settings.kv_sharing:
         forget_shared_kv()
     return given, cache
@@ -237,16 +222,3 @@ def _named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """All arguments of a forward by name."""
     names = inspect.signature(module.forward).parameters
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _unused() -> UsageError:
-    """The refusal of a cache that is not to be used.
-
-    Transformers' `generate` then feeds the whole text at every step, and the cache takes it in
-    again and again.
-    """
-    return UsageError(
-        "use_cache=False says that no cache is used, and a kvtool cache is passed along",
-        hint=f"pass use_cache=True, or no {cache_argument()} "
-        "(where nobody says, generation_config.use_cache counts)",
-    )

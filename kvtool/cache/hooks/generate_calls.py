@@ -7,8 +7,7 @@ cache that comes with another text would go on from the old one, unnoticed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvtool.cache.hooks.blocks import Block, CacheMaker, block_of_call, check_threads
+from kvtool.cache.hooks.replacement import Replacement
 from kvtool.cache.hooks.same_cache import holding
-from kvtool.cache.hooks.stand_in import StandIn
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
@@ -29,8 +28,8 @@ _DEFAULT_NEW_TOKENS = 20  # of transformers, by default
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
-class GenerateCalls(StandIn):
-    """Stands in for `generate`, and is called as transformers' own.
+class GenerateCalls(Replacement):
+    """Replaces `generate`, and is called as transformers' own.
 
     A call that brings no cache gets a fresh one, where `set_maker` or `open_block` says of what.
     """
@@ -86,12 +85,14 @@ class GenerateCalls(StandIn):
         ids = kwargs.get("inputs") if kwargs.get("inputs") is not None else kwargs.get("input_ids")
         if cache.get_seq_length() > 0 and isinstance(ids, Tensor):
             check_continues(cache, ids)
-        with (
-            cache.running.generating(),
-            holding(self.model, cache),
-            self._announced(cache, kwargs, ids),
-        ):
-            out = self.own(**kwargs)
+        if cache.link.rope is not None:
+            cache.choose_rope(self._lengths(kwargs, ids))
+        try:
+            with cache.running.generating(), holding(self.model, cache):
+                out = self.own(**kwargs)
+        finally:
+            if cache.get_seq_length() == 0:
+                cache.forget_rope()
         texts = out if isinstance(out, Tensor) else out.sequences
         cache.remember(texts.cpu() if self._entries_are_texts(kwargs, cache, texts) else None)
         cache.end_with(None)
@@ -120,19 +121,6 @@ class GenerateCalls(StandIn):
                     f"assisted generation ({name}) takes tokens back, and {why}",
                     hint=f"generate without {name}, or with policy full",
                 )
-
-    @contextmanager
-    def _announced(
-        self, cache: KVCache, kwargs: dict[str, Any], ids: Tensor | None
-    ) -> Iterator[None]:
-        """Give a cache the final length of a call's texts, where the factors of a RoPE need it."""
-        if cache.link.rope is not None:
-            cache.choose_rope(self._lengths(kwargs, ids))
-        try:
-            yield
-        finally:
-            if cache.get_seq_length() == 0:
-                cache.forget_rope()
 
     def _lengths(self, kwargs: dict[str, Any], ids: Tensor | None) -> list[int]:
         """Return how many tokens each text of a call has at its end, at most."""
@@ -181,10 +169,6 @@ class GenerateCalls(StandIn):
     ) -> Block:
         """Give every call inside a block a fresh cache until the block is closed.
 
-        Args:
-            frame: of the generator that a `with` statement has entered.
-            at_end: called with the model once no block is open and no call runs any more.
-
         Raises:
             UsageError: another thread gives this model's calls other caches.
         """
@@ -214,9 +198,6 @@ def check_continues(cache: KVCache, ids: Tensor) -> None:
 
     Args:
         ids: (batch, n) int64, the whole text.
-
-    Raises:
-        UsageError: another text, or one that is no longer.
     """
     seen, known = cache.get_seq_length(), cache.input_ids
     hint = "a cache serves one text: build one for each, or use kvtool.compressed"

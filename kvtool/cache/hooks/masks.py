@@ -1,4 +1,4 @@
-"""Attention masks of callers: what a kvtool cache can honour, and what it refuses.
+"""Masks of callers and models in train mode: what a kvtool cache can honour, and what it refuses.
 
 kvtool's own masks are positions, int64 tensors that `kvtool_mask` has noted here. A mask that is
 bool or float is the caller's, whatever its shape.
@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
@@ -41,11 +41,7 @@ def is_callers(mask: Tensor) -> bool:
 
 
 def check_packed(given: Mapping[str, Any]) -> None:
-    """Refuse several texts packed into one batch entry.
-
-    Raises:
-        KvtoolError: arguments that say so.
-    """
+    """Refuse several texts packed into one batch entry."""
     packed = [name for name in sorted(PACKED & given.keys()) if given[name] is not None]
     if packed:
         raise KvtoolError(
@@ -59,9 +55,6 @@ def read_mask(cache: KVCache, given: Mapping[str, Any], mask: object) -> bool:
 
     Returns:
         Whether it says of each query, or anew, which tokens it sees.
-
-    Raises:
-        KvtoolError: what cannot be honoured.
     """
     if isinstance(mask, Mapping):
         said = [read_mask(cache, given, one) for one in mask.values() if one is not None]
@@ -85,11 +78,7 @@ def read_mask(cache: KVCache, given: Mapping[str, Any], mask: object) -> bool:
 
 
 def _check_policy(cache: KVCache, what: str) -> None:
-    """Refuse a policy that could not do what a mask says.
-
-    Raises:
-        KvtoolError: one that evicts, or reads a part of what it keeps.
-    """
+    """Refuse a policy that could not do what a mask says."""
     if cache.policy.attends_all:
         return
     does = "reads a part of them" if cache.policy.stores_all else "evicts some"
@@ -132,3 +121,28 @@ def _hides_read_tokens(cache: KVCache, given: Mapping[str, Any], mask: Tensor) -
         return False
     _check_policy(cache, "the attention mask hides or shows other tokens of the text than before")
     return True
+
+
+# ---- models in train mode
+
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # in configurations
+
+
+def check_training(module: nn.Module, cache: KVCache) -> None:
+    """Refuse a decoder in train mode that would drop the cache, or attention weights."""
+    if any(getattr(each, "gradient_checkpointing", False) for each in module.modules()):
+        raise KvtoolError(
+            "gradient checkpointing runs layers without their cache, so a kvtool cache would stay "
+            "empty",
+            hint="call model.eval(), or model.gradient_checkpointing_disable()",
+        )
+    if any(getattr(cache.config, name, None) for name in _DROPOUT):
+        raise dropout_refused()
+
+
+def dropout_refused() -> KvtoolError:
+    """Return the refusal of attention dropout."""
+    return KvtoolError(
+        "the model is in train mode with attention dropout, which a kvtool cache has no part in",
+        hint="call model.eval()",
+    )

@@ -1,10 +1,7 @@
 """Find the modules of a model's attention: what enters it, and what takes the output of its heads.
 
-Families name these modules differently, and some change the output of the heads before they project
-it. So one token is read. The module that takes the very numbers which the attention of a layer has
-returned is its output projection. It must be a plain linear layer, whose columns belong to heads.
-The attention module of a layer is the innermost one with an index of its own that the layer's step
-has run in. Hooks before these modules show hidden states to caches that ask for them.
+Families name them differently, so one token is read. The module that takes the very numbers which
+the attention of a layer has returned is its output projection, a plain linear layer.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from kvtool.model_shape import FREE, layer_kinds, stores_latents
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
 from kvtool.transformers_versions import cache_argument, eager_families, layer_types
+from kvtool.weights_hash import local_part
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,7 @@ class LinearWeight:
     transposed: bool
 
     def __call__(self) -> Tensor:
-        module = self.module()
-        if module is None:
-            raise KvtoolError("the model of this cache is gone, and with it its output projection")
-        weight = _local(module.weight.detach())
+        weight = local_part(self.module().weight.detach())
         return weight.T if self.transposed else weight
 
     def __deepcopy__(self, memo: dict) -> LinearWeight:
@@ -200,26 +195,16 @@ def _ask_projections(model: PreTrainedModel) -> dict[int, LinearWeight | str]:
 
 
 def _read(module: Any, width: int) -> LinearWeight | str:
-    """Return the weight of a module that takes the output of all heads, or what is wrong with it.
-
-    Args:
-        width: numbers that it takes of a token.
-    """
+    """Return the weight of a module that takes the output of all heads, or what is wrong."""
     kind = type(module).__name__
     if type(module) not in (nn.Linear, Conv1D):
         return f"projects the output of its heads by a `{kind}`, which is no plain linear layer"
     weight, transposed = module.weight, type(module) is Conv1D
     if weight.is_meta:
         return "keeps the output projection off the device (offloading)"
-    own = _local(weight.detach())
+    own = local_part(weight.detach())
     if type(own) is not Tensor or not own.is_floating_point() or own.element_size() < 2:
         return f"stores the output projection in codes ({own.dtype}), not as plain numbers"
     if own.shape[0 if transposed else 1] != width:
         return "splits the output projection in a way that is not known here"
     return LinearWeight(weakref.ref(module), transposed)
-
-
-def _local(weight: Tensor) -> Tensor:
-    """The part of a weight that this process holds."""
-    part: Callable[[], Tensor] | None = getattr(weight, "to_local", None)
-    return weight if part is None else part()

@@ -1,12 +1,7 @@
 """Measure on a model what its configuration does not say: RoPE, retrieval heads, recurrent states.
 
-RoPE: families differ in the layout of the pairs, in how much of a head is rotated and with which
-frequencies, and some layers rotate nothing. So one token is read at two positions, and the rotation
-that leads from the one key to the other is the layer's. A model for which none does is refused.
-
-Heads: how much each head needs the whole text comes from a file of scores, or from a measurement.
-
-Recurrences: the shapes of the states that a model keeps are those of one small forward.
+One token is read at two positions: the rotation that leads from the one key to the other is the
+layer's. A model for which none does is refused.
 """
 
 from __future__ import annotations
@@ -39,10 +34,6 @@ _PLACE, _STEP = 3, 1000  # of the token that is read twice
 def find_rotations(model: PreTrainedModel, layers: list[int], asked: str) -> list[Rotation | None]:
     """Find out how each layer rotates its keys, by reading one token at two positions.
 
-    Args:
-        layers: indices of the attention layers.
-        asked: what needs it, in the words of a user.
-
     Returns:
         One for each of `layers`; None where keys do not depend on the position.
 
@@ -60,10 +51,6 @@ def find_query_rotations(
     A layer whose keys the position makes longer or shorter rotates nothing: positions have been
     added to what it reads, and queries are before any rotation already.
 
-    Args:
-        layers: indices of the attention layers.
-        asked: what needs it, in the words of a user.
-
     Returns:
         One for each of `layers`; None where nothing is rotated.
 
@@ -77,12 +64,7 @@ def find_query_rotations(
 def _ask_rotations(
     model: PreTrainedModel, layers: list[int], asked: str, *, added: bool = False
 ) -> list[Rotation | None]:
-    """Find the rotations.
-
-    Args:
-        asked: what they are asked for, in an error's words.
-        added: whether positions that are added to what a layer reads are none of its concern.
-    """
+    """Find the rotations."""
     try:
         _check(model)
         step = min(_STEP, (trained_length(model.config) or _STEP) // 2)
@@ -132,10 +114,7 @@ def _rotates(buffer: str) -> bool:
 
 @torch.no_grad()
 def _read_twice(model: PreTrainedModel, step: int) -> dict[int, Tensor]:
-    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim).
-
-    A token alone attends to itself, so that only its position can make its keys differ.
-    """
+    """Keys of the same token at two positions, by layer: (2, kv_heads, 1, head_dim)."""
     token = torch.full((2, 1), _text(model).vocab_size // 2, device=model.device)
     places = torch.tensor([[_PLACE], [_PLACE + step]], device=model.device)
     cache = DynamicCache(config=model.config)
@@ -177,9 +156,6 @@ _TOKENS, _DISTANCES = 1024, 500  # of the random text, and how far back heads ar
 
 def rank_model(model: PreTrainedModel, source: str) -> Tensor:
     """Rank the KV heads of all attention layers.
-
-    Args:
-        source: a file of scores, or `proxy`, which runs the model once over a random text.
 
     Returns:
         (attention layers, kv_heads) int64, 0 for the head that most needs the whole text.

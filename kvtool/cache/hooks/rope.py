@@ -1,21 +1,18 @@
 """RoPE whose factors depend on the length: rotate in all forwards over a cache by the same ones.
 
-Transformers chooses the factors in every forward, by the last position in it. So the rotary module
-of a model is asked about one position more, the last one that the whole text will have, and that
-answer is dropped. Copies of the module answer, one for each length. So the model's own module keeps
-its state, and threads that read texts of other lengths have copies of their own. Batch entries of
-different lengths each get their own factors.
-
-A forward without a kvtool cache is left alone, unless it runs inside `reading`.
+Transformers chooses the factors in every forward, by the last position in it. So copies of a rotary
+module, one for each length, are asked about one position more, the last one that the whole text
+will have, and that answer is dropped. Other forwards are left alone, unless inside `reading`.
 """
 
 from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,11 +71,7 @@ def _threshold(module: Any, layer: str | None, kind: str) -> int:
 
 
 def install(model: PreTrainedModel) -> list[RemovableHandle]:
-    """Hook the rotary modules of a model whose RoPE depends on the length, and its decoder.
-
-    Returns:
-        Handles whose `remove` undoes it; none for other models.
-    """
+    """Hook the rotary modules of a model whose RoPE depends on the length, and its decoder."""
     modules = _rotary_modules(model)
     if not modules:
         return []
@@ -155,24 +148,11 @@ def _after_decoder(module: nn.Module, args: tuple, kwargs: dict, output: object)
     _LOCAL.running = None
 
 
-@dataclass(frozen=True)
-class _Copy:
-    """A rotary module that rotates by the factors of one length."""
-
-    module: nn.Module
-    device: torch.device
-    dtype: torch.dtype
-
-    def suits(self, states: Tensor) -> bool:
-        """Whether it was made where these states are, and for their dtype."""
-        return self.device == states.device and self.dtype == states.dtype
-
-
 class Rotary:
     """Hooks of one rotary module, and its copies."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, str | None], _Copy] = {}
+        self._copies: dict[tuple, nn.Module] = {}
 
     def before(self, module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Keep the state of a module that grows: it is asked about what it knows already."""
@@ -201,19 +181,19 @@ class Rotary:
             entries = [own == length for own in running.lengths]
             chosen = torch.tensor(entries, device=asked.states.device)[:, None]
             ours = self._answer(module, asked.about(asked.positions * chosen), length)
-            answer = ours if answer is None else _where(chosen[..., None], ours, answer)
+            where: Any = partial(torch.where, chosen[..., None])
+            answer = ours if answer is None else _each(where, ours, answer)
         return answer
 
     def _answer(self, module: nn.Module, asked: _Asked, length: int) -> Any:
         """Ask the copy for one length, about the last position of its text as well."""
-        known = self._copies.get((length, asked.layer))
-        if known is None or not (torch.compiler.is_compiling() or known.suits(asked.states)):
-            known = self._copy(module, asked, length)
+        key = length, asked.layer, asked.states.device, asked.states.dtype
+        own = self._copies.get(key) or self._copy(module, asked, length, key)
         last = nn.functional.pad(asked.positions, (0, 1), value=length - 1)
-        return _drop_last(asked.about(last).run(known.module))
+        return _each(lambda each: each[..., :-1, :], asked.about(last).run(own))
 
     @torch.compiler.disable
-    def _copy(self, module: nn.Module, asked: _Asked, length: int) -> _Copy:
+    def _copy(self, module: nn.Module, asked: _Asked, length: int, key: tuple) -> nn.Module:
         """Copy a rotary module, and have it choose its factors for one length and for good."""
         own: Any = type(module).__new__(type(module))
         buffers = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
@@ -227,9 +207,8 @@ class Rotary:
         vars(own).update(rope_type=kinds)
         if len(self._copies) >= _MOST_COPIES:
             self._copies.clear()
-        made = _Copy(own, asked.states.device, asked.states.dtype)
-        self._copies[length, asked.layer] = made
-        return made
+        self._copies[key] = own
+        return own
 
 
 _OF_MODEL = ("forward", "_hf_hook", "_old_forward")  # what others have put on the module itself
@@ -271,16 +250,8 @@ class _Asked:
         return type(module).forward(module, *args, **kwargs)
 
 
-def _drop_last(answer: Tensor | Sequence[Tensor]) -> Any:
-    """Leave out the last position of cosines and sines, (.., positions, numbers)."""
-    if isinstance(answer, Tensor):
-        return answer[..., :-1, :]
-    return tuple(each[..., :-1, :] for each in answer)
-
-
-def _where(chosen: Tensor, ours: Any, others: Any) -> Any:
-    """Take the answers of some batch entries from one, and all others from another."""
-    if isinstance(ours, Tensor):
-        return torch.where(chosen, ours, others)
-    pairs = zip(ours, others, strict=True)
-    return tuple(torch.where(chosen, own, other) for own, other in pairs)
+def _each(act: Callable[..., Tensor], *answers: Any) -> Any:
+    """Apply a function to answers that are tensors, or to the cosines and the sines of each."""
+    if isinstance(answers[0], Tensor):
+        return act(*answers)
+    return tuple(act(*parts) for parts in zip(*answers, strict=True))

@@ -1,11 +1,7 @@
 """Hold forwards, and calls of `generate`, to the cache that they were given.
 
-A model can set its cache aside and go on with one of its own. That one keeps everything: the budget
-would be exceeded, and the report would be about a cache that is no longer used. Such a forward is
-refused, whatever the model.
-
-Phi-3 and its like set a cache aside where the length of the text changes the factors of their RoPE.
-A kvtool cache has chosen these factors for the whole text, so its call goes on with it.
+A model that sets its cache aside and goes on with one of its own is refused. Phi-3 and its like do
+so where the text outgrows their RoPE; a kvtool cache has chosen for it, and the call goes on.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvtool.cache.hooks.stand_in import StandIn
+from kvtool.cache.hooks.replacement import Replacement
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.transformers_versions import given_cache, returned_cache
@@ -31,11 +27,7 @@ _LOCAL = threading.local()
 
 
 def check_returned(module: nn.Module, cache: KVCache, output: Any) -> None:
-    """Refuse the output of a forward that has gone on with another cache than it was given.
-
-    Raises:
-        KvtoolError: it returns another one.
-    """
+    """Refuse the output of a forward that has gone on with another cache than it was given."""
     returned = returned_cache(output)
     if isinstance(output, tuple):
         returned = next((each for each in output if isinstance(each, Cache)), None)
@@ -69,8 +61,8 @@ def holding(model: PreTrainedModel, cache: KVCache | None) -> Iterator[None]:
         calls.pop()
 
 
-class PreparedInputs(StandIn):
-    """Stands in for `prepare_inputs_for_generation`: looks at the cache of a call's forwards."""
+class PreparedInputs(Replacement):
+    """Replaces `prepare_inputs_for_generation`: looks at the cache of a call's forwards."""
 
     method = "prepare_inputs_for_generation"
 

@@ -1,21 +1,20 @@
 """Safetensors files that appear whole or not at all, written and read without mapping them.
 
-Each tensor is written to the locked temporary of `write_with` by itself, so that no second copy of
-all of them is made. Only that lock decides who deletes it. A file is read with plain reads. One
-that is rewritten meanwhile gives other bytes, which a checksum finds. A mapping would end the
-process or change behind the checksum.
+No second copy of all tensors is made. A file that is rewritten while it is read gives other bytes,
+which a checksum finds; a mapping would end the process or change behind the checksum.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from kvtool.documents.files import write_with
@@ -43,6 +42,7 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _METADATA = "__metadata__"
+_Size = Annotated[int, Field(ge=0, lt=1 << 63)]
 _LENGTH = 8  # bytes that hold the header's length, to which tensors are aligned as well
 _LONGEST_HEADER = 100_000_000  # as in the format's own library
 
@@ -111,18 +111,28 @@ def _write_all(file: Any, part: memoryview) -> None:
         part = part[file.write(part) :]
 
 
-@dataclass(frozen=True)
-class _Entry:
+class _Entry(BaseModel):
     """Where the header says that a tensor is."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-    end: int
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    @property
-    def size(self) -> int:
-        return self.end - self.start
+    dtype: Literal[tuple(_DTYPES)]  # type: ignore[valid-type]
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Size, _Size]
+
+    def fits(self) -> bool:
+        """Whether the place is as large as the shape."""
+        start, end = self.data_offsets
+        return end - start == math.prod(self.shape) * _DTYPES[self.dtype].itemsize
+
+
+class _Header(BaseModel):
+    """The names of a file's tensors, and what it says of itself."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, _Entry]
+
+    labels: dict[str, str] = Field(default={}, alias="__metadata__")
 
 
 class TensorFile:
@@ -144,17 +154,20 @@ class TensorFile:
         length = int.from_bytes(self._read(_LENGTH), "little")
         if length > min(_LONGEST_HEADER, size - _LENGTH):
             raise DamagedFile("its header is longer than the file")
-        header = _read_header(bytes(self._read(length)))
-        self.metadata = _read_labels(header.pop(_METADATA, {}))
+        try:
+            header = _Header.model_validate_json(bytes(self._read(length)))
+        except ValidationError as error:
+            raise DamagedFile("its header does not describe tensors") from error
+        self.metadata = header.labels
         self._first = _LENGTH + length
-        entries = {name: _read_entry(name, entry) for name, entry in header.items()}
-        self._entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+        entries = sorted(header.__pydantic_extra__.items(), key=lambda item: item[1].data_offsets)
+        self._entries = dict(entries)
         self.names = list(self._entries)
         end = 0
-        for name, entry in self._entries.items():
-            if entry.start != end:
-                raise DamagedFile(f"`{name}` does not begin where another ends")
-            end = entry.end
+        for name, entry in entries:
+            if entry.data_offsets[0] != end or not entry.fits():
+                raise DamagedFile(f"`{name}` is not where another ends, or as large as it says")
+            end = entry.data_offsets[1]
         if self._first + end != size:
             raise DamagedFile("its tensors do not fill it")
 
@@ -166,11 +179,12 @@ class TensorFile:
             DamagedFile: the file has become shorter.
         """
         entry = self._entries[name]
-        plain = torch.empty(entry.size, dtype=torch.uint8)
-        self._file.seek(self._first + entry.start)
+        start, end = entry.data_offsets
+        plain = torch.empty(end - start, dtype=torch.uint8)
+        self._file.seek(self._first + start)
         self._fill(plain.numpy().data)
         try:
-            return plain.view(entry.dtype).view(entry.shape)
+            return plain.view(_DTYPES[entry.dtype]).view(entry.shape)
         except RuntimeError as error:  # sizes beside a zero that overflow
             raise DamagedFile(f"`{name}` has a shape that cannot be") from error
 
@@ -185,48 +199,3 @@ class TensorFile:
             if not count:
                 raise DamagedFile("it ends too early")
             buffer = buffer[count:]
-
-
-def _read_header(text: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise DamagedFile("its header holds a name twice")
-        return found
-
-    try:
-        header = json.loads(text.decode(), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise DamagedFile("its header is no JSON") from error
-    if not isinstance(header, dict):
-        raise DamagedFile("its header is no mapping")
-    return header
-
-
-def _read_labels(metadata: Any) -> dict[str, str]:
-    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
-        raise DamagedFile("its metadata are no texts")
-    return metadata
-
-
-def _read_entry(name: str, entry: Any) -> _Entry:
-    fields = {"dtype", "shape", "data_offsets"}
-    if not isinstance(entry, dict) or entry.keys() != fields:
-        raise DamagedFile(f"`{name}` is described by other fields than {sorted(fields)}")
-    dtype = _DTYPES.get(entry["dtype"]) if isinstance(entry["dtype"], str) else None
-    shape, offsets = entry["shape"], entry["data_offsets"]
-    if dtype is None or not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
-        raise DamagedFile(f"`{name}` has a dtype, shape or place that cannot be")
-    numbers = 1
-    for size in shape:
-        numbers *= size
-    start, end = offsets
-    if end - start != numbers * dtype.itemsize:
-        raise DamagedFile(f"`{name}` has another size than its shape")
-    return _Entry(dtype, tuple(shape), start, end)
-
-
-def _are_sizes(values: Any) -> bool:
-    return isinstance(values, list) and all(
-        type(value) is int and 0 <= value < 1 << 63 for value in values
-    )

@@ -193,11 +193,7 @@ class KvtoolConnector(KVConnectorBase_V1):
                 self._failed.update(load.blocks[load.start // self._block : last])
 
     def _load(self, load: Load, layers: dict[str, Any]) -> None:
-        """Write the slots of a cache into the blocks of a request.
-
-        Raises:
-            ValueError, OSError: the file is gone, another one, or does not fit a layer.
-        """
+        """Write the slots of a cache into the blocks of a request."""
         cache = self._held.open(load.path, load.digest)
         slots = torch.arange(load.start, load.end)
         blocks = torch.tensor(load.blocks)
@@ -237,11 +233,7 @@ class KvtoolConnector(KVConnectorBase_V1):
 
 
 def _check_engine(config: Any, transfer: Any, pages: Any) -> None:
-    """Refuse settings of an engine under which caches cannot be loaded.
-
-    Raises:
-        ValueError: such a setting.
-    """
+    """Refuse settings of an engine under which caches cannot be loaded."""
     reason, parallel = None, config.parallel_config
     if getattr(transfer, "kv_load_failure_policy", "fail") != "fail":
         reason = "kv_load_failure_policy must be `fail`: else virtual ids are read as text"

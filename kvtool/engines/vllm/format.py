@@ -64,24 +64,17 @@ def read_exported(path: Path) -> Exported:
     try:
         with safe_open(path, framework="np") as file:
             metadata = file.metadata() or {}
-            kind, schema = metadata.get("kind"), metadata.get("schema_version")
-            if kind != KIND:
-                raise ValueError(f"`{path}` is no cache that kvtool has exported")
-            if schema != SCHEMA:
+            if (metadata.get("kind"), metadata.get("schema_version")) != (KIND, SCHEMA):
                 raise ValueError(
-                    f"`{path}` has schema version {schema}; this kvtool reads {SCHEMA}"
+                    f"`{path}` is no cache that kvtool has exported as version {SCHEMA}"
                 )
-            lacks = [name for name in _TEXTS if name not in metadata]
-            if lacks or IDS not in file.keys():  # noqa: SIM118
-                raise ValueError(f"`{path}` lacks {', '.join(lacks) or IDS}")
             ids = tuple(file.get_tensor(IDS).tolist())
-    except SafetensorError as error:
-        raise ValueError(f"`{path}` is not a whole safetensors file: {error}") from None
-    if len(ids) < FEWEST:
-        raise ValueError(f"`{path}` has {len(ids)} virtual ids, and {FEWEST} are the fewest")
-    facts = json.loads(metadata["facts"])
-    if not isinstance(facts, dict):
-        raise ValueError(f"`{path}` has facts that are no mapping")
+        facts = json.loads(metadata["facts"])
+        whole = all(name in metadata for name in _TEXTS) and isinstance(facts, dict)
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"`{path}` is not a whole file of an exported cache: {error}") from None
+    if not whole or len(ids) < FEWEST:
+        raise ValueError(f"`{path}` lacks a part of an exported cache")
     return Exported(path, ids, metadata, facts)
 
 

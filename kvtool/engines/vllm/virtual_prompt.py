@@ -150,16 +150,14 @@ def refuse_policy(policy: Policy) -> None:
     Raises:
         UsageError: a reader, or CaliDrop.
     """
-    hint = "compress with a policy that evicts, such as snapkv, expected or keydiff"
+    reason = None
     if policy.reader is not None:
-        raise UsageError(
-            f"`{policy}` reads a part of the cache at each step, and vLLM reads all of it",
-            hint=hint,
-        )
-    if isinstance(policy.on_evict, CaliDrop):
-        raise UsageError(
-            f"`{policy}` corrects each step by evicted tokens, which vLLM does not have", hint=hint
-        )
+        reason = "reads a part of the cache at each step, and vLLM reads all of it"
+    elif isinstance(policy.on_evict, CaliDrop):
+        reason = "corrects each step by evicted tokens, which vLLM does not have"
+    if reason is not None:
+        hint = "compress with a policy that evicts, such as snapkv, expected or keydiff"
+        raise UsageError(f"`{policy}` {reason}", hint=hint)
 
 
 def refuse_model(model: PreTrainedModel) -> None:
@@ -194,18 +192,15 @@ def _check_text(cache: KVCache) -> None:
     """Refuse a cache that holds no text, several, or less than is known of its text."""
     cache.check_whole()
     check_one_process(cache)
+    known, first, reason = cache.input_ids, cache.first_layer, None
     if cache.get_seq_length() == 0:
-        raise KvtoolError("the cache is empty: nothing has been fed to it yet")
-    if cache.first_layer.batch_size > 1:
-        raise UsageError(
-            f"the cache holds {cache.first_layer.batch_size} texts, and a file for vLLM holds one"
-        )
-    known = cache.input_ids
-    if known is not None and known.shape[1] > cache.first_layer.seen:
-        raise UsageError(
-            "the last token of this cache was generated and has not been read",
-            hint="export a cache of kvtool compress",
-        )
+        reason = "the cache is empty: nothing has been fed to it yet"
+    elif first.batch_size > 1:
+        reason = f"the cache holds {first.batch_size} texts, and a file for vLLM holds one"
+    elif known is not None and known.shape[1] > first.seen:
+        reason = "the last token of this cache was generated and has not been read"
+    if reason is not None:
+        raise UsageError(reason, hint="export a cache of kvtool compress")
 
 
 @dataclass(frozen=True)
@@ -230,11 +225,7 @@ class _Held:
 
 
 def _read_layers(cache: KVCache) -> dict[int, _Held]:
-    """Read all layers, by index.
-
-    Raises:
-        UsageError: the heads of a layer hold different counts.
-    """
+    """Read all layers, by index."""
     return {layer.index: _read_layer(layer, cache.policy) for layer in cache.slot_layers}
 
 
@@ -252,11 +243,7 @@ def _read_layer(layer: SlotLayer, policy: Policy) -> _Held:
 
 
 def _count_slots(cache: KVCache, layers: dict[int, _Held]) -> int:
-    """Return how many slots the file has.
-
-    Raises:
-        UsageError: layers hold different counts, more than that in a window, or too few.
-    """
+    """Return how many slots the file has."""
     free = [held.count for held in layers.values() if held.free]
     windows = [held.count for held in layers.values() if not held.free]
     slots = max(free or windows)

@@ -10,10 +10,9 @@ step gets the answer token by token.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.messages import Message
 from kvtool.evaluation.bench.prompts import Prompt, first_prompt, spoken, text_before
@@ -32,58 +31,42 @@ if TYPE_CHECKING:
 _SHARE = 16  # an answer in one run may be this part of the kept tokens
 
 
-@dataclass(frozen=True)
-class AskOptions:
-    """How a task wants its questions asked.
-
-    Attributes:
-        query_aware: whether the question is in the prompt that is compressed.
-        question_kept: whether a question that is not in it is kept whole.
-        same_context: whether every question is asked of the same compressed context; else a turn
-            follows the one before it.
-        golden: whether a turn follows the reference answer to the one before, not the model's own.
-        chat: whether a chat template may go around the prompt.
-        stop: texts that end an answer.
-        min_new_tokens: tokens that an answer has at least.
-        thinking: whether the model thinks first, for chat templates with a switch; None: theirs.
-        conversation: whether the context is the JSON list of messages.
-        scored: whether the right answer is scored, and none decoded.
-        temperature: in place of the run's.
-        seed: of the draws, in place of the run's.
-    """
-
-    query_aware: bool = True
-    question_kept: bool = False
-    same_context: bool = False
-    golden: bool = False
-    chat: bool = True
-    stop: tuple[str, ...] = ()
-    min_new_tokens: int = 0
-    thinking: bool | None = None
-    conversation: bool = False
-    scored: bool = False
-    temperature: float | None = None
-    seed: int | None = None
-
-
-def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
+def ask(
+    bench: Bench,
+    sample: Sample,
+    task: Any,
+    *,
+    temperature: float | None = None,
+    seed: int | None = None,
+) -> list[Json]:
     """Ask every turn of a sample.
 
     Where the query is not known beforehand, the context is compressed first and the question comes
     as a further turn, compressed with what is left, or kept whole.
 
+    Args:
+        task: an `Asking`, which says how its questions are asked.
+        temperature, seed: of the answers, in place of the run's.
+
     Returns:
         Per turn its `prediction`, `references` and `new_tokens`; see `score_answer`.
     """
-    frame = make_frame(
-        bench.tokenizer, bench.protocol.template, options.chat, thinking=options.thinking
+    protocol, talks = bench.protocol, task.conversation
+    aware, same, golden = task.knows_query(protocol), task.same_context, task.after_references
+    frame = make_frame(bench.tokenizer, protocol.template, task.chat, thinking=task.enable_thinking)
+    frame = spoken(frame) if talks else frame
+    prompt = first_prompt(
+        bench.tokenizer,
+        frame,
+        sample,
+        max_length=_max_length(bench, sample),
+        truncate=protocol.truncate,
+        conversation=talks,
     )
-    frame = spoken(frame) if options.conversation else frame
-    prompt = _first_prompt(bench, sample, frame, conversation=options.conversation)
     cache, read_so_far = bench.new_cache(), False
-    if cache.link.rope is not None and not (options.query_aware and len(sample.turns) == 1):
-        cache.expect_length(_whole_length(bench, sample, frame, prompt, options))
-    if not options.query_aware:
+    if cache.link.rope is not None and not (aware and len(sample.turns) == 1):
+        cache.expect_length(_whole_length(bench, sample, frame, prompt, task))
+    if not aware:
         ids = bench.encode(prompt.context, special=prompt.special)
         instruct_chat(cache, bench.tokenizer, frame, ids, "")
         bench.feed_first(cache, ids)
@@ -91,9 +74,9 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
     answers: list[Json] = []
     talk = _Talk(frame, prompt)
     for i, turn in enumerate(sample.turns):
-        piece = talk.ask(turn, alone=options.same_context)
-        goes_on = i + 1 < len(sample.turns) and not options.same_context
-        with cache.rollback() if options.same_context else contextlib.nullcontext():
+        piece = talk.ask(turn, alone=same)
+        goes_on = i + 1 < len(sample.turns) and not same
+        with cache.rollback() if same else nullcontext():
             if read_so_far:
                 ids, text = bench.encode_on(piece), piece.before + piece.text
             else:
@@ -101,16 +84,16 @@ def ask(bench: Bench, sample: Sample, options: AskOptions) -> list[Json]:
                 ids = bench.encode(text, special=prompt.special)
                 ending = frame.closing + turn.answer_prefix
                 instruct_chat(cache, bench.tokenizer, frame, ids, ending)
-            with cache.budgets.raising() if options.question_kept else contextlib.nullcontext():
+            with cache.budgets.raising() if task.keeps_question(protocol) else nullcontext():
                 feed = bench.feed if read_so_far else bench.feed_first
                 logits = feed(cache, ids, new_tokens=_answer_tokens(bench, turn))
-            with cache.rollback() if goes_on and options.golden else contextlib.nullcontext():
-                if options.scored:
+            with cache.rollback() if goes_on and golden else nullcontext():
+                if task.one_answer and protocol.answers == "scored":
                     answers.append(score_answer(bench, cache, turn, text, logits))
                 else:
-                    answers.append(_answer(bench, cache, turn, options))
+                    answers.append(_answer(bench, cache, turn, task, temperature, seed))
         read_so_far = True
-        if goes_on and options.golden:
+        if goes_on and golden:
             space = " " if turn.answer_prefix else ""
             talk.give_reference(space + ", ".join(turn.references))
         elif goes_on and cache.input_ids is not None:
@@ -159,31 +142,18 @@ class _Talk:
         self._reference, self._heard = "", answer
 
 
-def _first_prompt(bench: Bench, sample: Sample, frame: Frame, *, conversation: bool) -> Prompt:
-    return first_prompt(
-        bench.tokenizer,
-        frame,
-        sample,
-        max_length=_max_length(bench, sample),
-        truncate=bench.protocol.truncate,
-        conversation=conversation,
-    )
-
-
-def _whole_length(
-    bench: Bench, sample: Sample, frame: Frame, prompt: Prompt, options: AskOptions
-) -> int:
+def _whole_length(bench: Bench, sample: Sample, frame: Frame, prompt: Prompt, task: Any) -> int:
     """Return how many tokens a sample has at most, with its questions and answers."""
     turns = []
     for turn in sample.turns:
         text = frame.next + turn.question + frame.closing + turn.answer_prefix
         answer = _answer_tokens(bench, turn)
-        if options.golden:
+        if task.after_references:
             reference = " " + ", ".join(turn.references)
             answer = max(answer, bench.encode(reference, special=False).shape[1])
         turns.append(bench.encode(text, special=False).shape[1] + answer)
     context = bench.encode(prompt.context, special=prompt.special).shape[1]
-    return context + (max(turns) if options.same_context else sum(turns))
+    return context + (max(turns) if task.same_context else sum(turns))
 
 
 def _max_length(bench: Bench, sample: Sample) -> int | None:
@@ -201,15 +171,17 @@ def _max_length(bench: Bench, sample: Sample) -> int | None:
     return limit - later - sum(answers)
 
 
-def _answer(bench: Bench, cache: KVCache, turn: Turn, options: AskOptions) -> Json:
-    stop, fewest = (*options.stop, *bench.protocol.stop), options.min_new_tokens
+def _answer(
+    bench: Bench, cache: KVCache, turn: Turn, task: Any, temperature: float | None, seed: int | None
+) -> Json:
+    stop, fewest = (*task.stop, *bench.protocol.stop), task.min_new_tokens
     result = bench.decode(
         cache,
         max_new_tokens=_answer_tokens(bench, turn),
         stop=stop,
         min_new_tokens=fewest,
-        temperature=options.temperature,
-        seed=options.seed,
+        temperature=temperature,
+        seed=seed,
     )
     begun = bench.tokenizer.decode(result.token_ids[0][:fewest], skip_special_tokens=True)
     return {
@@ -239,13 +211,11 @@ def score_answer(bench: Bench, cache: KVCache, turn: Turn, before: str, logits: 
     count = ids.shape[1]
     together = _in_one_run(bench, count)
     start = time.perf_counter()
-    if together:
-        with cache.budgets.raising():
-            logprobs, likeliest = token_scores(
-                bench.model, cache, ids, chunk=max(count, 2), first_logits=logits
-            )
-    else:
-        logprobs, likeliest = token_scores(bench.model, cache, ids, chunk=1, first_logits=logits)
+    with cache.budgets.raising() if together else nullcontext():
+        chunk = max(count, 2) if together else 1
+        logprobs, likeliest = token_scores(
+            bench.model, cache, ids, chunk=chunk, first_logits=logits
+        )
     bench.meter.count_answer(cache, count, time.perf_counter() - start, grown=together)
     right = int((likeliest == ids.cpu()).long().cumprod(1).sum())
     said = [*ids[0, :right].tolist(), *likeliest[0, right : right + 1].tolist()]

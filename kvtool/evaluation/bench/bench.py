@@ -17,7 +17,6 @@ from kvtool.errors import KvtoolError
 from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
-from kvtool.evaluation.samples.sample import Json
 from kvtool.generation import Generation, compress, generate, token_logprobs
 from kvtool.generation.repeating import begin_prompt
 from kvtool.model_shape import trained_length
@@ -76,6 +75,10 @@ class Bench:
         """Forget what has been counted so far."""
         self.meter = Meter(Peak(watched_devices(self.model)))
 
+    def forget_contexts(self) -> None:
+        """Free the caches of contexts that further texts may have gone on from."""
+        self._contexts.clear()
+
     def warm_up(self) -> None:
         """Run a short prompt once, so that the first sample does not pay for first times.
 
@@ -94,22 +97,6 @@ class Bench:
             run()
             self._warm = size
             self.restart_meter()
-
-    def measure(self, run: Callable[[Bench], Json]) -> Json:
-        """Run one sample.
-
-        Args:
-            run: measures with this bench, and returns what is recorded.
-
-        Returns:
-            The record, with the sample's `cost`.
-        """
-        self.restart_meter()
-        try:
-            record = run(self)
-            return {**record, "cost": self.meter.record()}
-        finally:
-            self._contexts.clear()
 
     def once(self, name: str, make: Callable[[], _Value]) -> _Value:
         """Return what another variant has made for this sample already, or make it.
@@ -251,11 +238,7 @@ class Bench:
         return logprobs.sum().item(), bool(likeliest.all())
 
     def _read(self, ids: Tensor, length: int) -> tuple[KVCache, Tensor]:
-        """Return a cache fed with a context, which all its continuations start from.
-
-        Args:
-            length: tokens of the whole text, for a RoPE that depends on them.
-        """
+        """Return a cache fed with a context, from which all continuations to `length` start."""
         rope = length_rope(self.model)
         factors = 0 if rope is None else rope.factors_for(length)
         context = factors, tuple(ids[0].tolist())

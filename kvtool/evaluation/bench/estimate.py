@@ -57,13 +57,10 @@ class Estimate:
         Raises:
             UsageError: a budget that is too small for a variant.
         """
-        lengths = []
-        for sample in samples:
-            tokens = self.prompt_tokens(task, sample)
-            if tokens is None:
-                return {}
-            lengths.append(tokens)
-        longest = max(lengths)
+        lengths = [self.prompt_tokens(task, sample) for sample in samples]
+        if None in lengths:
+            return {}
+        longest = max(length for length in lengths if length is not None)
         new, rows = self.answer_tokens(samples), largest_batch_of(samples)
         text = Text(longest, new, rows, self.config.get_text_config(decoder=True).vocab_size)
         held = {
@@ -75,12 +72,9 @@ class Estimate:
             for variant in variants
         }
         if self.protocol.shared_prefill and isinstance(task, Asking):
-            found = {
-                name: each.beside(
-                    [other for others, other in found.items() if others != name], memory
-                )
-                for name, each in found.items()
-            }
+            alone = dict(found)
+            for name, each in alone.items():
+                found[name] = each.beside([alone[k] for k in alone if k != name], memory)
         return {"longest_prompt": longest, "kv_bytes": held, "memory": found}
 
     def answer_tokens(self, samples: Sequence[Sample]) -> int:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.evaluation.samples.sample import Json
+from kvtool.lazy_torch import torch
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel
 
     from kvtool.cache.whole.cache import KVCache
@@ -43,8 +43,6 @@ class Peak:
         self._gpus = [device for device in devices if device.type == "cuda"]
         self._before: int | None = None
         if self._gpus:
-            import torch
-
             for gpu in self._gpus:
                 torch.cuda.reset_peak_memory_stats(gpu)
             self._before = sum(torch.cuda.memory_allocated(gpu) for gpu in self._gpus)
@@ -60,8 +58,6 @@ class Peak:
         if self._before is None:
             return None
         if self._gpus:
-            import torch
-
             return sum(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus) - self._before
         now = _read("VmHWM:")
         return None if now is None else max(now - self._before, 0)

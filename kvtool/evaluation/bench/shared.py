@@ -5,26 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvtool.cache.features.repetition import Repetition
 from kvtool.generation.shared_prefill import can_share, prefill_shared
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
 
     from kvtool.cache.whole.cache import KVCache
     from kvtool.planning.variants import Variant
-
-
-class Reader(Protocol):
-    """Who reads a prompt under a variant: `kvtool.evaluation.bench.bench.Bench`."""
-
-    model: PreTrainedModel
-    variant: Variant
-
-    def new_cache(self) -> KVCache: ...
 
 
 @dataclass(frozen=True)
@@ -47,13 +37,13 @@ class SharedPrompts:
     def __init__(self) -> None:
         self.begin([])
 
-    def begin(self, readers: Sequence[Reader]) -> None:
-        """Begin a sample, which will be measured with these."""
+    def begin(self, readers: Sequence[Any]) -> None:
+        """Begin a sample, which will be measured with these benches."""
         self._readers = readers
         self._read: dict[tuple[object, ...], dict[Variant, ReadPrompt]] = {}
 
     def take(
-        self, reader: Reader, own: KVCache, ids: Tensor, new_tokens: int, length: int = 0
+        self, reader: Any, own: KVCache, ids: Tensor, new_tokens: int, length: int = 0
     ) -> ReadPrompt | None:
         """Return the cache of a variant that holds a prompt; None where it has to read it alone.
 
@@ -96,7 +86,7 @@ class SharedPrompts:
         return {variant: ReadPrompt(cache, logits, seconds) for variant, cache in caches.items()}
 
 
-def _ready(reader: Reader, own: KVCache, tokens: int) -> KVCache | None:
+def _ready(reader: Any, own: KVCache, tokens: int) -> KVCache | None:
     """Return an empty cache of a variant that can take a prompt in with another variant's own."""
     try:
         cache = reader.new_cache()

@@ -23,14 +23,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from difflib import SequenceMatcher
-from functools import cache
-from typing import TYPE_CHECKING
 
-from kvtool.extras import require
-
-if TYPE_CHECKING:
-    from sacrebleu.metrics import BLEU
-
+from kvtool.evaluation.metrics.text import bleu_of
 
 _NO_CODE = ("`", "#", "//")
 
@@ -180,12 +174,5 @@ def similarity(candidate: str, reference: str) -> float:
         UsageError: sacrebleu is not installed.
     """
     said, wanted = " ".join(candidate.split()), " ".join(reference.split())
-    return _bleu().sentence_score(said, [wanted]).score / 100
-
-
-@cache
-def _bleu() -> BLEU:
-    require("eval", needed_by="BLEU")
-    from sacrebleu.metrics import BLEU
-
-    return BLEU(tokenize="none", smooth_method="none", effective_order=True)
+    bleu = bleu_of(tokenize="none", smooth_method="none", effective_order=True)
+    return bleu.sentence_score(said, [wanted]).score / 100

@@ -43,7 +43,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.errors import KvtoolError
 from kvtool.extras import require
@@ -305,26 +305,18 @@ _ROUGES = ("rouge1", "rouge2", "rougeL", "rougeLsum")
 
 
 def corpus_bleu(predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the BLEU of all answers together, one reference each.
-
-    Raises:
-        UsageError: sacrebleu is not installed.
-    """
-    return _bleu(sentence=False).corpus_score(list(predictions), [list(references)]).score
+    """Return the BLEU of all answers together, one reference each."""
+    return bleu_of(effective_order=False).corpus_score(list(predictions), [list(references)]).score
 
 
 def sentence_bleu(prediction: str, reference: str) -> float:
-    """Return the BLEU of one answer, up to the longest n-grams that it has.
-
-    Raises:
-        UsageError: sacrebleu is not installed.
-    """
-    return _bleu(sentence=True).sentence_score(prediction, [reference]).score
+    """Return the BLEU of one answer, up to the longest n-grams that it has."""
+    return bleu_of(effective_order=True).sentence_score(prediction, [reference]).score
 
 
 def bleu_signature(*, sentence: bool) -> str:
     """Return how BLEU was computed, in sacrebleu's own words, to be stored with the score."""
-    bleu = _bleu(sentence=sentence)
+    bleu = bleu_of(effective_order=sentence)
     bleu.corpus_score(["a"], [["a"]])  # the number of references is known only after a score
     return str(bleu.get_signature())
 
@@ -349,11 +341,16 @@ def rouge_lsum(prediction: str, reference: str) -> float:
 
 
 @cache
-def _bleu(*, sentence: bool) -> BLEU:
+def bleu_of(**options: Any) -> BLEU:
+    """Return sacrebleu's BLEU with some options.
+
+    Raises:
+        UsageError: sacrebleu is not installed.
+    """
     require("eval", needed_by="BLEU")
     from sacrebleu.metrics import BLEU
 
-    return BLEU(effective_order=sentence)
+    return BLEU(**options)
 
 
 @cache

@@ -6,17 +6,10 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvtool.documents.results import (
-    Average,
-    CellEntry,
-    Cost,
-    CurveEntry,
-    MetricEntry,
-    TaskResult,
-)
+from kvtool.documents.results import Average, CellEntry, Cost, CurveEntry, MetricEntry, TaskResult
 from kvtool.errors import KvtoolError
 from kvtool.evaluation.metrics.summary import Statistic, Summary
 from kvtool.evaluation.samples.sample import Json
@@ -50,8 +43,8 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
         summary: of the records, where they have been summarised already.
     """
     task, records = measured.task, measured.records
-    summary = summarise(measured) if summary is None else summary
-    headline = None if summary is None else summary.metrics[task.metric]
+    summary = summary or summarise(measured) or Summary({})
+    headline = summary.metrics.get(task.metric)
     return TaskResult(
         variant=measured.variant,
         task=task.name,
@@ -71,24 +64,9 @@ def task_result(measured: Measured, summary: Summary | None = None) -> TaskResul
         fingerprint=measured.fingerprint,
         failed=measured.failed,
         one_token=measured.one_token,
-        metrics=[]
-        if summary is None
-        else [_metric(name, number) for name, number in summary.metrics.items()],
-        cells=[]
-        if summary is None
-        else [CellEntry(at=dict(at), **_entry(number)) for at, number in summary.cells],
-        curves=[]
-        if summary is None
-        else [
-            CurveEntry(
-                name=name,
-                x=list(curve.x),
-                y=list(curve.y),
-                x_label=curve.x_label,
-                y_label=curve.y_label,
-            )
-            for name, curve in summary.curves.items()
-        ],
+        metrics=[MetricEntry(name=k, **_entry(number)) for k, number in summary.metrics.items()],
+        cells=[CellEntry(at=dict(at), **_entry(number)) for at, number in summary.cells],
+        curves=[CurveEntry(name=k, **asdict(curve)) for k, curve in summary.curves.items()],
         cost=_cost([record["cost"] for record in records if "cost" in record]),
     )
 
@@ -126,10 +104,6 @@ def _finite(value: float | None) -> float | None:
 
 def _entry(number: Statistic) -> dict[str, Any]:
     return {"value": _finite(number.value), "n": number.n, "stderr": _finite(number.stderr)}
-
-
-def _metric(name: str, number: Statistic) -> MetricEntry:
-    return MetricEntry(name=name, **_entry(number))
 
 
 _MEANS = (

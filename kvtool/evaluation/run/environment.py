@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.results import Environment, ModelUsed
-from kvtool.models.chat import template_of
+from kvtool.lazy_torch import torch
 from kvtool.models.load import Loaded
 
 _PACKAGES = (
@@ -31,8 +28,6 @@ _PACKAGES = (
 
 def environment() -> Environment:
     """Describe this machine and its packages."""
-    import torch
-
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return Environment(
         python=platform.python_version(),
@@ -102,26 +97,3 @@ def model_used(loaded: Loaded) -> ModelUsed:
         head_dim=shape.head_dim,
         trained_length=shape.trained_length,
     )
-
-
-def text_hash(loaded: Loaded) -> str:
-    """Hash what, beside the weights, decides on prompts and answers.
-
-    That is the tokenizer with its chat template, and the model's own settings of generation, such
-    as the tokens that end a text.
-    """
-    tokenizer = loaded.tokenizer
-    generation = loaded.model.generation_config.to_diff_dict()
-    generation = {name: generation[name] for name in generation if name != "transformers_version"}
-    template = template_of(tokenizer)
-    parts = [_tokenizer_parts(tokenizer), tokenizer.special_tokens_map, template, generation]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _tokenizer_parts(tokenizer: Any) -> dict[str, Any]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
-    parts = json.loads(backend.to_str())
-    return {name: parts[name] for name in parts if name not in ("truncation", "padding")}

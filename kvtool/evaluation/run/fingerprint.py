@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvtool.identity import config_hash
+from kvtool.models.chat import template_of
 from kvtool.package_data import package_hash
 from kvtool.policies.source import source_hash
 from kvtool.version import VERSION
@@ -41,7 +42,6 @@ def digest(value: Any) -> str:
 def model_digest(loaded: Loaded) -> str:
     """Hash what of a model decides on its answers: all weights, configuration, tokenizer, dtype."""
     from kvtool.cache.entry.build import kernel_of
-    from kvtool.evaluation.run.environment import text_hash
     from kvtool.weights_hash import weights_hash
 
     model = loaded.model
@@ -55,6 +55,11 @@ def code_digests(policy: Policy) -> Fingerprint:
     return {"policy": digest(source_hash(policy)), "package": digest([VERSION, package_hash()])}
 
 
+def fingerprint(shared: Fingerprint, content: str) -> Fingerprint:
+    """Return the fingerprint of a record: what its task shares, and the hash of its sample."""
+    return {"prompt": digest(content), **shared}
+
+
 def difference(found: Mapping[str, str] | None, now: Mapping[str, str]) -> str | None:
     """Say how a stored answer differs from the one that would be given now, None if it does not.
 
@@ -65,3 +70,26 @@ def difference(found: Mapping[str, str] | None, now: Mapping[str, str]) -> str |
         return "does not say what it depends on: it is an earlier kvtool's"
     changed = next((name for name in _DIFFER if found.get(name) != now[name]), None)
     return None if changed is None else _DIFFER[changed]
+
+
+def text_hash(loaded: Loaded) -> str:
+    """Hash what, beside the weights, decides on prompts and answers.
+
+    That is the tokenizer with its chat template, and the model's own settings of generation, such
+    as the tokens that end a text.
+    """
+    tokenizer = loaded.tokenizer
+    generation = loaded.model.generation_config.to_diff_dict()
+    generation = {name: generation[name] for name in generation if name != "transformers_version"}
+    template = template_of(tokenizer)
+    parts = [_tokenizer_parts(tokenizer), tokenizer.special_tokens_map, template, generation]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _tokenizer_parts(tokenizer: Any) -> dict[str, Any]:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return {"class": type(tokenizer).__name__, "vocabulary": tokenizer.get_vocab()}
+    parts = json.loads(backend.to_str())
+    return {name: parts[name] for name in parts if name not in ("truncation", "padding")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
@@ -37,15 +38,11 @@ def parse_least(text: str) -> Gate:
     Raises:
         UsageError: not of that form.
     """
-    task, equals, number = text.rpartition("=")
-    try:
-        if not equals or not task:
-            raise ValueError
-        return Gate(task.strip(), least=float(number))
-    except ValueError:
-        raise UsageError(
-            f"--fail-under must be TASK=VALUE, got `{text}`", hint="--fail-under niah=0.9"
-        ) from None
+    task, _, number = text.rpartition("=")
+    with suppress(ValueError):
+        if task:
+            return Gate(task.strip(), least=float(number))
+    raise UsageError(f"--fail-under must be TASK=VALUE, got `{text}`", hint="--fail-under niah=0.9")
 
 
 def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, bool]]) -> None:
@@ -65,8 +62,7 @@ def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, 
                 hint=f"tasks: {', '.join(task[0] for task in tasks)}",
             )
         for name, best, reversed_scale in covered:
-            out_of_reach = best is not None and not reversed_scale and (gate.least or 0) > best
-            if out_of_reach:
+            if best is not None and not reversed_scale and (gate.least or 0) > best:
                 raise UsageError(
                     f"gate `{gate.task}` {gate.least:g} cannot be met: `{name}` is scored from 0 "
                     f"to {best:g}"
@@ -117,6 +113,6 @@ def _drop(result: TaskResult, sign: int) -> float | None:
         return None
     full = result.value - result.delta
     worse = -sign * result.delta
-    if worse <= 0:
-        return 0.0 if full == 0 else 100 * worse / abs(full)
-    return 100.0 if full == 0 else 100 * worse / abs(full)
+    if full == 0:
+        return 100.0 if worse > 0 else 0.0
+    return 100 * worse / abs(full)

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import ValidationError
 
-from kvtool.documents.claim import Claim
 from kvtool.documents.document import Document
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.readers import load_json
 from kvtool.documents.results import (
-    Environment,
-    ModelUsed,
     ResultsDocument,
     SamplesDocument,
     TaskResult,
@@ -28,7 +24,7 @@ from kvtool.documents.results import (
     VariantEntry,
 )
 from kvtool.documents.source import SCHEMA_VERSION, reason
-from kvtool.documents.verdict import WITHIN, Interval, Paired, SampleScores
+from kvtool.documents.verdict import Interval, Paired, SampleScores
 from kvtool.errors import KvtoolError, UsageError, quote
 from kvtool.evaluation.metrics.summary import LINKS, Part, Summary
 from kvtool.evaluation.run.collect import Measured, is_baseline, summarise, task_result, with_deltas
@@ -77,22 +73,20 @@ def read_samples(store: Store) -> SamplesDocument:
 def _read(path: Path, document: type[Kind], kind: str) -> Kind:
     try:
         data = load_json(path.read_bytes())
+        known = data if isinstance(data, dict) and data.get("kind") == kind else {}
+        version = known.get("schema_version")
+        if version != SCHEMA_VERSION:
+            by = f" of this kvtool (schema_version {version}, not {SCHEMA_VERSION})"
+            raise UsageError(
+                f"`{path}` holds no {kind}{' of kvtool' if version is None else by}",
+                hint="use the kvtool that wrote it, or another folder",
+            )
+        return document.model_validate(data)
+    except KvtoolError:
+        raise
     except OSError as error:
         raise UsageError(f"cannot read `{path}`: {error.strerror}") from None
     except ValueError as error:
-        raise KvtoolError(f"`{path}` is damaged: {error}") from None
-    version = data.get("schema_version") if isinstance(data, dict) else None
-    if version is None or not isinstance(data, dict) or data.get("kind") != kind:
-        raise UsageError(f"`{path}` holds no {kind} of kvtool")
-    if version != SCHEMA_VERSION:
-        raise UsageError(
-            f"`{path}` was written by another kvtool (schema_version {version}, "
-            f"this one reads {SCHEMA_VERSION})",
-            hint="use that kvtool, or another folder",
-        )
-    try:
-        return document.model_validate(data)
-    except ValidationError as error:
         raise KvtoolError(f"`{path}` is damaged: {reason(error)}") from None
 
 
@@ -141,16 +135,12 @@ def read_task(entry: TaskSamples, store: Store) -> Task:
         UsageError: its scores need a package that is not installed; it is of a module that is not
             imported.
     """
-    path = store.folder / SAMPLES
     try:
-        kind = task_class(entry.task)
-    except UsageError as error:
-        if is_outside(entry.task):
+        task = task_class(entry.task).model_validate({**entry.settings, "name": entry.task})
+    except (UsageError, ValidationError) as error:
+        if isinstance(error, UsageError) and is_outside(entry.task):
             raise
-        raise KvtoolError(f"`{path}` is damaged: {error}") from None
-    try:
-        task = kind.model_validate({**entry.settings, "name": entry.task})
-    except ValidationError as error:
+        path = store.folder / SAMPLES
         raise KvtoolError(f"`{path}` is damaged: {entry.task}: {reason(error)}") from None
     if task.extra is not None:
         require(task.extra, needed_by=f"task `{entry.task}`")
@@ -166,20 +156,20 @@ def gates_of(results: ResultsDocument) -> list[Gate]:
     return list(found.values())
 
 
-def within_of(results: ResultsDocument) -> float:
-    """Return the bound of the verdict of results, in percent of the full cache's score."""
-    return WITHIN if results.verdict is None else results.verdict.within
+def of_this_run(
+    records: Mapping[str, Json], configuration: str, entry: TaskSamples
+) -> tuple[list[tuple[str, Json]], int]:
+    """Return ids and records of a run's samples, and how many failed; lines of others may stay."""
+    keyed = [
+        (name, records.get(sample_key(configuration, content))) for name, content in entry.samples
+    ]
+    found = [(name, record) for name, record in keyed if record is not None]
+    done = [(name, record) for name, record in found if "error" not in record]
+    return done, len(found) - len(done)
 
 
 def check_record(path: Path, task: Task, record: Json) -> None:
-    """Refuse a record that lacks what the task's score needs.
-
-    Args:
-        path: of its file, for the error.
-
-    Raises:
-        KvtoolError: it does.
-    """
+    """Refuse a record, of the file at `path`, that lacks what the task's score needs."""
     if task.record is None:
         return
     try:
@@ -192,63 +182,22 @@ def check_record(path: Path, task: Task, record: Json) -> None:
         ) from None
 
 
-@dataclass(frozen=True)
-class Head:
-    """What the results say about the run as a whole.
-
-    Attributes:
-        started: when the run first began, in UTC.
-        claim: what the recipe says that the run shows.
-        pairs: of variants that are compared because the user asks for it.
-    """
-
-    name: str
-    argv: list[str]
-    started: str
-    environment: Environment
-    model: ModelUsed
-    seed: int
-    git_commit: str | None
-    claim: Claim | None = None
-    pairs: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, results: ResultsDocument) -> Head:
-        """Read it back from results."""
-        return cls(
-            name=results.name,
-            argv=results.argv,
-            started=results.started,
-            environment=results.environment,
-            model=results.model,
-            seed=results.seed,
-            git_commit=results.git_commit,
-            claim=results.claim,
-            pairs=tuple(results.pairs),
-        )
-
-
 def compared_results(measured: Sequence[Measured]) -> list[TaskResult]:
     """Score the records of all variants and tasks, each compared with the full cache's.
 
     Raises:
         KvtoolError: records that cannot be scored.
     """
-    summaries = [summarise(each) for each in measured]
-    results = with_deltas(list(map(task_result, measured, summaries)))
-    names = sample_names(measured)
-    scored = [
-        result.model_copy(update={"scores": _scores(each, summary, names[each.task.name])})
-        for each, summary, result in zip(measured, summaries, results, strict=True)
-    ]
-    full = {
-        each.task.name: (each, result)
-        for each, result in zip(measured, scored, strict=True)
-        if is_baseline(result.variant)
-    }
+    names, results = sample_names(measured), []
+    for each in measured:
+        summary = summarise(each)
+        scores = _scores(each, summary, names[each.task.name])
+        results.append(task_result(each, summary).model_copy(update={"scores": scores}))
+    both = list(zip(measured, with_deltas(results), strict=True))
+    full = {each.task.name: (each, found) for each, found in both if is_baseline(found.variant)}
     return [
-        result.model_copy(update={"paired": _paired(each, result, full.get(each.task.name))})
-        for each, result in zip(measured, scored, strict=True)
+        found.model_copy(update={"paired": _paired(each, found, full.get(each.task.name))})
+        for each, found in both
     ]
 
 
@@ -290,13 +239,9 @@ def _paired(
     score = LINKS[theirs.link](mean_of([part for _, part in shared(result.scores, theirs)]))
     if not math.isfinite(score):
         return None
+    speed, gain = _speed(measured, full[0]), found.difference
     return Paired(
-        n=found.n,
-        full=score,
-        difference=found.difference,
-        low=found.low,
-        high=found.high,
-        speed=_speed(measured, full[0]),
+        n=found.n, full=score, difference=gain, low=found.low, high=found.high, speed=speed
     )
 
 
@@ -324,7 +269,7 @@ def _decoded(measured: Measured) -> dict[str, Part]:
 def unfinished(
     jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
 ) -> list[Measurement]:
-    """Return what is not done, sample by sample and variant by variant; what failed is not done.
+    """Return what is not done, or has failed, sample by sample and variant by variant.
 
     A sample runs under every variant before the next one begins, so that a run that is broken off
     has compared all variants on the same samples.

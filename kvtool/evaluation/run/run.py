@@ -6,10 +6,11 @@ A run goes on from the records in its folder, unless they are of other inputs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from kvtool.cache.files.format import weights_fingerprint
@@ -23,20 +24,26 @@ from kvtool.documents.results import (
 )
 from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.pairs import compare, variant_entry
 from kvtool.evaluation.run.collect import Measured, averages
-from kvtool.evaluation.run.environment import environment, git_commit, model_used, text_hash
-from kvtool.evaluation.run.fingerprint import WAYS_OUT, difference, model_digest
+from kvtool.evaluation.run.environment import environment, git_commit, model_used
+from kvtool.evaluation.run.fingerprint import (
+    WAYS_OUT,
+    difference,
+    fingerprint,
+    model_digest,
+    text_hash,
+)
 from kvtool.evaluation.run.gates import Gate, judge
 from kvtool.evaluation.run.index import (
     RESULTS,
     SAMPLES,
-    Head,
     check_record,
     compared_results,
     gates_of,
+    of_this_run,
     read_results,
     read_samples,
     read_task,
@@ -44,7 +51,6 @@ from kvtool.evaluation.run.index import (
     sample_names,
     task_entry,
     unfinished,
-    within_of,
 )
 from kvtool.evaluation.run.runner import Job, Measurement, Place, Step, run_measurements, sample_key
 from kvtool.evaluation.run.store import Store
@@ -74,40 +80,6 @@ class Resumed:
     stale: UsageError | None = None
 
 
-def look_at_records(
-    jobs: Sequence[Job], variants: Sequence[Variant], place: Place, store: Store
-) -> Resumed:
-    """Hold the records of a run's samples against what they would depend on now.
-
-    A record without a fingerprint counts if its key is the one that it would have now.
-    """
-    unknown = 0
-    for job in jobs:
-        for variant in variants:
-            shared = place.shared_fingerprint(variant, job.task)
-            configuration = place.configuration(variant, job.task)
-            there: dict[str, list[Json]] = {}
-            for record in store.records(variant.folder, job.task.name).values():
-                if record.get("error") is None:
-                    there.setdefault(_sample_name(record["id"], record.get("cell")), []).append(
-                        record
-                    )
-            for sample, content in zip(job.samples, job.hashes, strict=True):
-                now = place.fingerprint(shared, content)
-                key = sample_key(configuration, content)
-                for record in there.get(_sample_name(sample.id, dict(sample.cell)), ()):
-                    found = record.get("fingerprint")
-                    if found is None:
-                        unknown += record["key"] == key
-                    elif (message := difference(found, now)) is not None:
-                        message = (
-                            f"`{store.folder}` holds an answer of `{variant.name}` to sample "
-                            f"`{sample.id}` of {job.task.name} that {message}"
-                        )
-                        return Resumed(stale=UsageError(message, hint=WAYS_OUT))
-    return Resumed(unknown)
-
-
 def _sample_name(sample: str, cell: object) -> str:
     return json.dumps([sample, cell or {}], sort_keys=True)
 
@@ -118,6 +90,7 @@ class Run:
     Attributes:
         store: the folder, which the caller holds locked.
         index: variants, tasks and samples.
+        head: results, of which all that says about the run as a whole is kept.
         within: percent of the full cache's score, for the verdict.
     """
 
@@ -125,7 +98,7 @@ class Run:
         self,
         store: Store,
         index: SamplesDocument,
-        head: Head,
+        head: ResultsDocument,
         *,
         gates: Sequence[Gate],
         within: float,
@@ -138,17 +111,6 @@ class Run:
         self._variants, self._tasks = list(variants), list(tasks)
         protocol = Protocol(**index.protocol.model_dump())
         self._place = Place(index.model, protocol, model_digest)
-
-    @classmethod
-    def begin(cls, store: Store, **settings: Any) -> Run:
-        """Write down what will be measured, and results that are still empty.
-
-        Args:
-            settings: as for `plan`.
-        """
-        run = cls.plan(store, **settings)
-        run.start()
-        return run
 
     @classmethod
     def plan(
@@ -177,16 +139,24 @@ class Run:
         )
         plan = next((variant.plan for variant in variants if variant.plan is not None), None)
         index = index.model_copy(update={"plan": plan})  # as a field it would be validated again
-        head = Head(
+        now = _now()
+        head = ResultsDocument(
             name=name,
+            kvtool=VERSION,
+            git_commit=git_commit(),
             argv=list(argv),
-            started=_now() if before is None else before.started,
+            started=now if before is None else before.started,
+            finished=now,
+            complete=False,
             environment=environment(),
             model=used,
             seed=protocol.seed,
-            git_commit=git_commit(),
+            variants=index.variants,
+            results=[],
+            averages=[],
+            gates=[],
             claim=claim,
-            pairs=tuple(pairs),
+            pairs=list(pairs),
         )
         tasks = [job.task for job in jobs]
         return cls(
@@ -207,8 +177,31 @@ class Run:
             self.write_results()
 
     def look_at_records(self, jobs: Sequence[Job]) -> Resumed:
-        """Hold the records in the folder against what they would depend on now."""
-        return look_at_records(jobs, self._variants, self._place, self.store)
+        """Hold the records in the folder against what they would depend on now.
+
+        A record without a fingerprint counts if its key is the one that it would have now.
+        """
+        unknown = 0
+        for job, variant in product(jobs, self._variants):
+            shared = self._place.shared_fingerprint(variant, job.task)
+            configuration = self._place.configuration(variant, job.task)
+            there: dict[str, list[Json]] = defaultdict(list)
+            for record in self.store.records(variant.folder, job.task.name).values():
+                if record.get("error") is None:
+                    there[_sample_name(record["id"], record.get("cell"))].append(record)
+            for sample, content in zip(job.samples, job.hashes, strict=True):
+                now, key = fingerprint(shared, content), sample_key(configuration, content)
+                for record in there.get(_sample_name(sample.id, dict(sample.cell)), ()):
+                    found = record.get("fingerprint")
+                    if found is None:
+                        unknown += record["key"] == key
+                    elif (message := difference(found, now)) is not None:
+                        message = (
+                            f"`{self.store.folder}` holds an answer of `{variant.name}` to sample "
+                            f"`{sample.id}` of {job.task.name} that {message}"
+                        )
+                        return Resumed(stale=UsageError(message, hint=WAYS_OUT))
+        return Resumed(unknown)
 
     @classmethod
     def open(
@@ -230,16 +223,17 @@ class Run:
         results = read_results(store)
         if results is None:
             raise UsageError(f"`{store.folder}` holds no run (no {RESULTS})")
-        index, head = read_samples(store), Head.of(results)
-        tasks = [read_task(entry, store) for entry in index.tasks]
+        index = read_samples(store)
+        if within is None:
+            within = WITHIN if results.verdict is None else results.verdict.within
         return cls(
             store,
             index,
-            head if pairs is None else replace(head, pairs=tuple(pairs)),
+            results if pairs is None else results.model_copy(update={"pairs": list(pairs)}),
             gates=gates or gates_of(results),
-            within=within_of(results) if within is None else within,
+            within=within,
             variants=[read_variant(entry, index.plan) for entry in index.variants],
-            tasks=tasks,
+            tasks=[read_task(entry, store) for entry in index.tasks],
         )
 
     def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
@@ -277,22 +271,13 @@ class Run:
         Raises:
             KvtoolError: a sample failed and `stop_on_error` is set.
         """
-        with self._results_at_the_end():
-            for step in run_measurements(
-                measurements,
-                jobs,
-                self._variants,
-                loaded,
-                self._place,
-                self.store,
-                stop_on_error=stop_on_error,
-            ):
-                on_step(step)
-
-    @contextmanager
-    def _results_at_the_end(self) -> Iterator[None]:
+        variants, place = self._variants, self._place
+        steps = run_measurements(measurements, jobs, variants, loaded, place, self.store)
         try:
-            yield
+            for step in steps:
+                if step.error is not None and stop_on_error:
+                    raise KvtoolError(step.shown)
+                on_step(step)
         finally:
             if self.store.process == 0:
                 self.write_results()
@@ -313,33 +298,27 @@ class Run:
         ]
         results = compared_results(measured)
         done = sum(len(each.records) + each.failed for each in measured)
-        document = ResultsDocument(
-            name=self.head.name,
-            kvtool=VERSION,
-            git_commit=self.head.git_commit,
-            argv=self.head.argv,
-            started=self.head.started,
-            finished=_now(),
-            complete=done == sum(each.planned for each in measured),
-            environment=self.head.environment,
-            model=self.head.model,
-            seed=self.head.seed,
-            variants=[variant_entry(variant) for variant in self._variants],
-            results=results,
-            averages=averages(results),
-            gates=judge(self.gates, results),
-            verdict=make_verdict(results, self.index.variants, self.within),
-            samples=sample_names(measured),
-            differences=differences(results, self.index.variants),
-            pairs=list(self.head.pairs),
+        document = self.head.model_copy(
+            update={
+                "kvtool": VERSION,
+                "finished": _now(),
+                "complete": done == sum(each.planned for each in measured),
+                "variants": [variant_entry(variant) for variant in self._variants],
+                "results": results,
+                "averages": averages(results),
+                "gates": judge(self.gates, results),
+                "verdict": make_verdict(results, self.index.variants, self.within),
+                "samples": sample_names(measured),
+                "differences": differences(results, self.index.variants),
+            }
         )
-        if self.head.pairs:
-            asked = compare(document, self.head.pairs)
-            document = document.model_copy(update={"differences": [*asked, *document.differences]})
-        if (claim := self.head.claim) is None:
-            return document
-        judged = {"claim": claim, "claim_verdict": judge_claim(claim, document)}
-        return document.model_copy(update=judged)
+        asked = compare(document, document.pairs) if document.pairs else []
+        claim = document.claim
+        more = {
+            "differences": [*asked, *document.differences],
+            "claim_verdict": None if claim is None else judge_claim(claim, document),
+        }
+        return document.model_copy(update=more)
 
     def _measured(self, variant: Variant, task: Task, entry: TaskSamples) -> Measured:
         if task.version != entry.version:
@@ -353,13 +332,13 @@ class Run:
         for record in records.values():
             if record.get("error") is None:
                 check_record(self.store.path(variant.folder, task.name), task, record)
-        found = [records.get(sample_key(configuration, content)) for _, content in entry.samples]
+        done, failed = of_this_run(records, configuration, entry)
         return Measured(
             variant=variant.name,
             task=task,
-            records=[record for record in found if record is not None and "error" not in record],
-            failed=sum(record is not None and "error" in record for record in found),
-            planned=len(found),
+            records=[record for _, record in done],
+            failed=failed,
+            planned=len(entry.samples),
             query_aware=task.knows_query(self._place.protocol),
             question_kept=task.keeps_question(self._place.protocol),
             fingerprint=entry.fingerprint,
@@ -368,10 +347,7 @@ class Run:
 
 
 def _identity(loaded: Loaded, used: ModelUsed) -> dict[str, Any]:
-    """Return what identifies these weights and this way of running them.
-
-    Which kvtool answered is in the fingerprint of a record.
-    """
+    """Return what identifies these weights and this way of running them."""
     names = ("id", "revision", "config_hash", "dtype", "device", "attn_implementation")
     hashes = {"weights": weights_fingerprint(loaded.model), "text": text_hash(loaded)}
     known = {name: getattr(used, name) for name in names}

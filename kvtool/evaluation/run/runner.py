@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest
+from kvtool.evaluation.run.fingerprint import Fingerprint, code_digests, digest, fingerprint
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.questions import one_token_share
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
@@ -84,14 +84,6 @@ class Place:
         settings = digest([known, own] if own else known)
         return {"settings": settings, "model": self.model_digest} | code_digests(variant.policy)
 
-    def fingerprint(self, shared: Fingerprint, content: str) -> Fingerprint:
-        """Return the fingerprint of a record.
-
-        Args:
-            content: the hash of the sample.
-        """
-        return {"prompt": digest(content), **shared}
-
 
 def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) -> list[Job]:
     """Draw or read the samples of every task.
@@ -119,10 +111,6 @@ def draw_jobs(tasks: Sequence[Task], tokens: TokenCounter, limit: int | None) ->
             raise KvtoolError(f"{task.name}: two samples are called `{twice}`")
         hashes = [_hash(asdict(sample)) for sample in samples]
         jobs.append(Job(task, samples, hashes, one_token_share(samples, tokens)))
-    names = [job.task.name for job in jobs]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"task `{name}` is given twice", hint="one run holds each task once")
     return jobs
 
 
@@ -157,7 +145,13 @@ class Step:
 
     variant: str
     task: str
+    sample: str
     error: str | None
+
+    @property
+    def shown(self) -> str:
+        """Say where a measurement failed, and why."""
+        return f"{self.task}, sample {self.sample}, {self.variant}: {self.error}"
 
 
 def run_measurements(
@@ -167,17 +161,8 @@ def run_measurements(
     loaded: Loaded,
     place: Place,
     store: Store,
-    *,
-    stop_on_error: bool = False,
 ) -> Iterator[Step]:
-    """Measure one after the other, and write a line for each.
-
-    Yields:
-        A step for each measurement once its line is written.
-
-    Raises:
-        KvtoolError: a sample failed and `stop_on_error` is set.
-    """
+    """Measure one after the other; yield a step for each once its line is written."""
     from kvtool.evaluation.bench.bench import Bench
     from kvtool.evaluation.bench.shared import SharedPrompts
 
@@ -187,13 +172,11 @@ def run_measurements(
         variant: Bench(loaded, variant, place.protocol, shared, prompts) for variant in variants
     }
     warm: set[Variant] = set()
-    configurations = {
-        (variant, job.task.name): place.configuration(variant, job.task)
-        for variant in variants
-        for job in jobs
-    }
-    shared_fingerprints = {
-        (variant, job.task.name): place.shared_fingerprint(variant, job.task)
+    keys = {
+        (variant, job.task.name): (
+            place.configuration(variant, job.task),
+            place.shared_fingerprint(variant, job.task),
+        )
         for variant in variants
         for job in jobs
     }
@@ -211,24 +194,23 @@ def run_measurements(
                 benches[variant].warm_up()
                 warm.add(variant)
             record = _measure(benches[variant], task, sample)
-            configuration = configurations[variant, task.name]
-            head: Json = {"key": sample_key(configuration, content)}
-            head |= {"configuration": configuration}
-            fingerprint = shared_fingerprints[variant, task.name]
-            head |= {"fingerprint": place.fingerprint(fingerprint, content)}
-            head |= {"id": sample.id} | ({"cell": dict(sample.cell)} if sample.cell else {})
+            configuration, shared_fingerprint = keys[variant, task.name]
+            head: Json = {
+                "key": sample_key(configuration, content),
+                "configuration": configuration,
+                "fingerprint": fingerprint(shared_fingerprint, content),
+                "id": sample.id,
+            } | ({"cell": dict(sample.cell)} if sample.cell else {})
             store.append(variant.folder, task.name, head | record)
-            error = record.get("error")
-            if error is not None and stop_on_error:
-                raise KvtoolError(f"{task.name}, sample {sample.id}, {variant.name}: {error}")
-            yield Step(variant.name, task.name, error)
+            yield Step(variant.name, task.name, sample.id, record.get("error"))
 
 
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
     try:
         record = task.measure(bench, sample)
         record = record | {"scores": task.score({**record, "cell": dict(sample.cell)})}
-        _check_finite(record)
+        if not _is_finite(record):
+            raise KvtoolError("a score or measurement is not a finite number")
         return record
     except Exception as error:  # any: a failing sample must not take the others with it
         message = " ".join(str(error).split())
@@ -236,13 +218,10 @@ def _measure(bench: Bench, task: Task, sample: Sample) -> Json:
         return {"error": f"{kind}{message}"}
 
 
-def _check_finite(record: Json) -> None:
-    """Refuse numbers that JSON cannot hold, such as those of a model whose logits overflow.
-
-    Raises:
-        KvtoolError: NaN or an infinite number.
-    """
+def _is_finite(record: Json) -> bool:
+    """Return whether JSON can hold the numbers, unlike those of a model whose logits overflow."""
     try:
         json.dumps(record, allow_nan=False)
     except ValueError:
-        raise KvtoolError("a score or measurement is not a finite number") from None
+        return False
+    return True

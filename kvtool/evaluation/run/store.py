@@ -17,7 +17,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvtool.documents.files import temporaries_of, write_text
+from kvtool.documents.files import temporaries_of, write_text, writing
 from kvtool.documents.readers import load_json
 from kvtool.documents.results import SampleRecord
 from kvtool.documents.source import reason
@@ -78,19 +78,13 @@ class Store:
         self._check_there()
         path = self.path(variant, task)
         line = printable(json.dumps(record, ensure_ascii=False, allow_nan=False))
-        try:
+        with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8", newline="") as file:
                 file.write(line + "\n")
-        except OSError as error:
-            raise KvtoolError(f"cannot write `{path}`: {error.strerror or error}") from error
 
     def _check_there(self) -> None:
-        """Refuse to make the folder anew that was deleted, or put another in its place, meanwhile.
-
-        Raises:
-            KvtoolError: it has gone.
-        """
+        """Refuse to make a folder anew that was deleted or replaced meanwhile."""
         if self._held is None:
             return
         try:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from kvtool.documents.results import ResultsDocument, TaskSamples
+from kvtool.documents.results import ResultsDocument
 from kvtool.documents.settings import Protocol
 from kvtool.evaluation.metrics.text import contains
-from kvtool.evaluation.run.index import read_samples, read_task, read_variant
-from kvtool.evaluation.run.runner import Place, sample_key
+from kvtool.evaluation.run.index import of_this_run, read_samples, read_task, read_variant
+from kvtool.evaluation.run.runner import Place
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import Json
 from kvtool.evaluation.tasks.task import Task
@@ -63,7 +63,7 @@ def wrong_answers(
         for name in _chosen(results, task, most):
             configuration = place.configuration(variants[name], task)
             records = store.records(variants[name].folder, entry.task)
-            wrong = _wrong_among(_of_this_run(records, configuration, entry), name, task)
+            wrong = _wrong_among(of_this_run(records, configuration, entry)[0], name, task)
             by_variant.append(list(islice(wrong, most)))
         found[entry.task] = _in_turn(by_variant, most)
     return found
@@ -79,16 +79,6 @@ def _chosen(results: ResultsDocument, task: Task, most: int) -> list[str]:
     variants = [variant for _, variant in sorted(erring, key=lambda pair: -pair[0])]
     step = (len(variants) - 1) / max(1, most - 1)
     return [variants[i] for i in dict.fromkeys(round(i * step) for i in range(most)) if variants]
-
-
-def _of_this_run(
-    records: dict[str, Json], configuration: str, entry: TaskSamples
-) -> list[tuple[str, Json]]:
-    """Return ids and records of the samples that the run consists of; lines of others may stay."""
-    keyed = [
-        (name, records.get(sample_key(configuration, content))) for name, content in entry.samples
-    ]
-    return [(name, found) for name, found in keyed if found is not None and "error" not in found]
 
 
 def _wrong_among(

@@ -20,11 +20,11 @@ from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.samples.data_files import (
     Row,
     chatter_on_stderr,
-    check_file,
     digest,
     find_in_folder,
     load_json,
     one_line,
+    read_by,
     read_file,
 )
 
@@ -118,25 +118,17 @@ class Rows:
         Raises:
             KvtoolError: one that is lacking, with the columns there are.
         """
-        for column in columns:
-            if column not in self.columns:
-                has = ", ".join(self.columns)
-                raise KvtoolError(f"`{self.source}` lacks column `{column}`; it has: {has}")
-            for number, row in enumerate(self.rows, 1):
-                if column not in row:
-                    raise KvtoolError(f"`{self.source}` row {number} lacks column `{column}`")
+        for number, row in enumerate(self.rows, 1):
+            lacking = next((column for column in columns if column not in row), None)
+            if lacking is not None:
+                raise KvtoolError(
+                    f"`{self.source}` row {number} lacks column `{lacking}`; "
+                    f"there are: {', '.join(self.columns)}"
+                )
 
     def first_of(self, names: Sequence[str]) -> str:
-        """Return the name by which the data have a column that is published under several.
-
-        Raises:
-            KvtoolError: none of them is there, or not in every row.
-        """
-        name = next((name for name in names if name in self.columns), None)
-        if name is None:
-            has = ", ".join(self.columns)
-            wanted = " or ".join(f"`{name}`" for name in names)
-            raise KvtoolError(f"`{self.source}` lacks column {wanted}; it has: {has}")
+        """Return the name by which the data have a column that is published under several."""
+        name = next((name for name in names if name in self.columns), names[0])
         self.require([name])
         return name
 
@@ -164,23 +156,22 @@ def read_rows(
             path = find_in_folder(path, stem or task.rpartition("/")[2], task=task)
         rows, fingerprint = read_file(path, task=task)
         source = path.name
-    return _checked(rows, fingerprint, source, required, task)
+    if not rows:
+        raise KvtoolError(f"{task}: `{source}` is empty")
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    table = Rows(rows, fingerprint, columns, source)
+    table.require(required)
+    return table
 
 
 def read_json(data: Data, *, task: str) -> tuple[Any, str]:
-    """Return what one JSON file holds, a list or a dictionary, and the SHA-256 of the file.
-
-    Raises:
-        UsageError: it is no local file.
-        KvtoolError: it is not JSON.
-    """
+    """Return what one JSON file holds, a list or a dictionary, and the SHA-256 of the file."""
     if data.path is None:
         raise UsageError(
             f"{task}: needs a JSON file, got `{data}` on the hub", hint=f"--data {task}=FILE"
         )
     path = expand(data.path)
-    check_file(path, task=task)
-    return load_json(path), digest(path)
+    return read_by(load_json, path, task=task), digest(path)
 
 
 def documents(data: Data, *, task: str) -> tuple[list[tuple[str, str]], str]:
@@ -199,64 +190,41 @@ def documents(data: Data, *, task: str) -> tuple[list[tuple[str, str]], str]:
     if data.path is not None and expand(data.path).is_dir():
         return _text_files(expand(data.path), task)
     table = read_rows(data, task=task)
-    field = data.field or _preset_field(data) or _only_text_column(table, task)
-    if field not in table.columns:
-        has = ", ".join(table.columns)
-        raise UsageError(f"{task}: `{table.source}` has no column `{field}`; it has: {has}")
-    texts = []
-    for index, row in enumerate(table.rows):
-        text = row.get(field) or ""
-        if not isinstance(text, str):
-            kind = type(text).__name__
-            raise KvtoolError(f"{task}: column `{field}` of `{table.source}` holds {kind}, no text")
-        if text.strip():
-            texts.append((str(index), text))
-    if not texts:
-        raise KvtoolError(f"{task}: column `{field}` of `{table.source}` has no text in any row")
+    field = _text_column(data, table, task)
+    rows = [(str(index), row.get(field) or "") for index, row in enumerate(table.rows)]
+    texts = [(name, text) for name, text in rows if not isinstance(text, str) or text.strip()]
+    if not texts or not all(isinstance(text, str) for _, text in texts):
+        what = "holds something else than" if texts else "has no"
+        raise KvtoolError(f"{task}: column `{field}` of `{table.source}` {what} text")
     return texts, table.fingerprint
 
 
 def _text_files(folder: Path, task: str) -> tuple[list[tuple[str, str]], str]:
-    files = sorted(folder.glob("*.txt"))
-    if not files:
-        raise UsageError(
-            f"{task}: folder `{folder}` has no text files (.txt)", hint="name one file of it"
-        )
     texts, sha = [], hashlib.sha256()
-    for file in files:
+    for file in sorted(folder.glob("*.txt")):
         rows, fingerprint = read_file(file, task=task)
         texts += [(file.name, row["text"]) for row in rows]
         sha.update(f"{file.name} {fingerprint}\n".encode())
     if not texts:
-        raise KvtoolError(f"{task}: every text file in `{folder}` is empty")
+        raise UsageError(
+            f"{task}: folder `{folder}` has no text files (.txt) that hold any text",
+            hint="name one file of it",
+        )
     return texts, sha.hexdigest()
 
 
-def _preset_field(data: Data) -> str | None:
+def _text_column(data: Data, table: Rows, task: str) -> str:
+    """Return the column that holds the text: the one named, that of a preset, or the only one."""
     named = (preset for preset in PRESETS.values() if preset["hub"] == data.hub)
-    return next((preset.get("field") for preset in named), None)
-
-
-def _only_text_column(table: Rows, task: str) -> str:
-    found = [column for column in _TEXT_COLUMNS if column in table.columns]
+    field = data.field or next((preset.get("field") for preset in named), None)
+    found = [each for each in ([field] if field else _TEXT_COLUMNS) if each in table.columns]
     if len(found) == 1:
         return found[0]
-    which = f"may be any of {', '.join(found)}" if found else "is not known"
+    which = f"may be any of {', '.join(found)}" if found else f"is not `{field}`" if field else ""
     raise UsageError(
-        f"{task}: the text column of `{table.source}` {which}",
+        f"{task}: the text column of `{table.source}` {which or 'is not known'}",
         hint=f"set `field` of the data to one of: {', '.join(table.columns)}",
     )
-
-
-def _checked(
-    rows: list[Row], fingerprint: str, source: str, required: Sequence[str], task: str
-) -> Rows:
-    if not rows:
-        raise KvtoolError(f"{task}: `{source}` is empty")
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    table = Rows(rows, fingerprint, columns, source)
-    table.require(required)
-    return table
 
 
 def _from_hub(data: Data, task: str) -> tuple[list[Row], str]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 
 Row = dict[str, Any]
+Value = TypeVar("Value")
 
 
 def check_file(path: Path, *, task: str) -> None:
@@ -27,17 +27,13 @@ def check_file(path: Path, *, task: str) -> None:
     Raises:
         UsageError: nothing is there; near names in the same folder are suggested.
     """
-    if path.is_dir():
-        raise UsageError(f"{task}: `{path}` is a folder, not a file")
     if path.is_file():
         return
-    folder = path.parent
-    if not folder.is_dir():
-        raise UsageError(f"{task}: no file `{path}`: folder `{folder}` does not exist")
-    raise UsageError(
-        f"{task}: no file `{path}`",
-        hint=did_you_mean(path.name, sorted(entry.name for entry in folder.iterdir())),
-    )
+    if path.is_dir() or not path.parent.is_dir():
+        what = f"folder `{path.parent}` does not exist" if not path.exists() else "it is a folder"
+        raise UsageError(f"{task}: no file `{path}`: {what}")
+    names = sorted(entry.name for entry in path.parent.iterdir())
+    raise UsageError(f"{task}: no file `{path}`", hint=did_you_mean(path.name, names))
 
 
 def find_in_folder(folder: Path, stem: str, *, task: str) -> Path:
@@ -64,18 +60,28 @@ def read_file(path: Path, *, task: str) -> tuple[list[Row], str]:
 
     Raises:
         UsageError: there is no such file, or its name ends in no known format.
-        KvtoolError: it cannot be read, with the line that is wrong.
+        KvtoolError: it cannot be read.
     """
-    check_file(path, task=task)
     read = READERS.get(path.suffix.lower())
-    if read is None:
+    if read is None and path.is_file():
         raise UsageError(
             f"{task}: `{path}` ends in no known format", hint=f"known: {', '.join(READERS)}"
         )
+    return read_by(read or _read_text, path, task=task), digest(path)
+
+
+def read_by(read: Callable[[Path], Value], path: Path, *, task: str) -> Value:
+    """Return what a reader makes of a file.
+
+    Raises:
+        UsageError: there is no such file.
+        KvtoolError: it cannot be read, with what the reader says of it.
+    """
+    check_file(path, task=task)
     try:
-        return read(path), digest(path)
-    except OSError as error:
-        raise KvtoolError(f"{task}: cannot read `{path}`: {error.strerror or error}") from error
+        return read(path)
+    except Exception as error:  # any: of a damaged file, libraries raise what they like
+        raise KvtoolError(f"{task}: cannot read `{path}`: {one_line(error)}") from error
 
 
 def digest(path: Path) -> str:
@@ -85,19 +91,6 @@ def digest(path: Path) -> str:
         while block := stream.read(1 << 20):
             sha.update(block)
     return sha.hexdigest()
-
-
-def load_json(path: Path) -> Any:
-    """Return the one JSON value that a file holds.
-
-    Raises:
-        KvtoolError: it is not JSON, with the line that is wrong.
-    """
-    text = decode_text(path.read_bytes(), path)
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise KvtoolError(f"`{path}` line {error.lineno} is not JSON: {error.msg}") from None
 
 
 @contextmanager
@@ -116,83 +109,74 @@ def chatter_on_stderr() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
+def load_text(path: Path) -> str:
+    """Return the text of a file in UTF-8."""
+    return path.read_bytes().decode("utf-8-sig")
+
+
+def load_json(path: Path) -> Any:
+    """Return the one JSON value that a file holds."""
+    return json.loads(load_text(path))
+
+
 def _read_lines(path: Path) -> list[Row]:
     rows = []
     with path.open("rb") as stream:  # only \n ends a line: a JSON string may hold U+2028
         for number, line in enumerate(stream, 1):
-            text = decode_text(line, path, number)
-            if text.strip():
-                rows.append(_read_line(text, path, number))
+            try:
+                text = line.decode("utf-8-sig")
+                rows += [json.loads(text)] if text.strip() else []
+            except ValueError as error:
+                raise ValueError(f"line {number}: {error}") from None
+    return _objects(rows)
+
+
+def _objects(rows: list[Any]) -> list[Row]:
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"entry {number} is no JSON object")
     return rows
-
-
-def _read_line(text: str, path: Path, number: int) -> Row:
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise KvtoolError(f"`{path}` line {number} is not JSON: {error.msg}") from None
-    if not isinstance(row, dict):
-        raise KvtoolError(f"`{path}` line {number} is no JSON object")
-    return row
 
 
 def _read_json(path: Path) -> list[Row]:
     """Read a list of objects; many a file that is called `.json` is JSON Lines."""
     try:
         value = load_json(path)
-    except KvtoolError:
+    except ValueError:
         lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
         if len(lines) > 1 and lines[0].rstrip().endswith(b"}"):
             return _read_lines(path)
         raise
-    rows = value if isinstance(value, list) else [value]
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, dict):
-            raise KvtoolError(f"`{path}`: entry {number} of the list is no JSON object")
-    return rows
+    return _objects(value if isinstance(value, list) else [value])
 
 
 def _read_csv(path: Path) -> list[Row]:
     limit = csv.field_size_limit(sys.maxsize)  # documents are longer than the usual 128 KiB
-    reader = csv.DictReader(
-        io.StringIO(decode_text(path.read_bytes(), path), newline=""), strict=True
-    )
     try:
-        rows = []
-        for row in reader:
-            if None in row or None in row.values():
-                raise KvtoolError(
-                    f"`{path}` line {reader.line_num} has another number of fields than line 1"
-                )
-            rows.append(dict(row))
-        return rows
-    except csv.Error as error:
-        raise KvtoolError(f"`{path}` line {reader.line_num} is not CSV: {error}") from None
+        with path.open(encoding="utf-8-sig", newline="") as stream:
+            rows = list(csv.DictReader(stream, strict=True))
     finally:
         csv.field_size_limit(limit)
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():
+            raise ValueError(f"row {number} has another number of fields than the first line")
+    return rows
 
 
 def _read_parquet(path: Path) -> list[Row]:
     import pyarrow.parquet  # comes with datasets
 
-    try:
-        return pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowException as error:
-        raise KvtoolError(f"`{path}` is not Parquet: {one_line(error)}") from error
+    return pyarrow.parquet.read_table(path).to_pylist()
 
 
 def _read_arrow(path: Path) -> list[Row]:
     import datasets
-    import pyarrow
 
-    try:
-        return datasets.Dataset.from_file(str(path)).to_list()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise KvtoolError(f"`{path}` is not an Arrow stream: {one_line(error)}") from error
+    return datasets.Dataset.from_file(str(path)).to_list()
 
 
 def _read_text(path: Path) -> list[Row]:
-    text = decode_text(path.read_bytes(), path)
+    text = load_text(path)
     return [{"text": text}] if text.strip() else []
 
 
@@ -200,16 +184,6 @@ def one_line(error: BaseException) -> str:
     """Return the first 200 characters of what an error says, in one line."""
     words = " ".join(str(error).split()) or type(error).__name__
     return words if len(words) <= 200 else words[:199] + "…"
-
-
-def decode_text(data: bytes, path: Path, line: int | None = None) -> str:
-    """Decode UTF-8, or say in which line of a file it is none."""
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        at = line or data[: error.start].count(b"\n") + 1
-        byte = data[error.start]
-        raise KvtoolError(f"`{path}` line {at} is not UTF-8: byte 0x{byte:02x}") from None
 
 
 READERS: dict[str, Callable[[Path], list[Row]]] = {

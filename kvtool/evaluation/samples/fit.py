@@ -15,8 +15,10 @@ import numpy as np
 from kvtool.errors import UsageError
 from kvtool.evaluation.samples.sample import Sample, TokenCounter
 
+Rng = np.random.Generator
 
-def generator(seed: int, *place: str | int | float) -> np.random.Generator:
+
+def generator(seed: int, *place: str | int | float) -> Rng:
     """Return the random numbers of one sample, whatever other samples are drawn.
 
     Args:

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError, did_you_mean
-from kvtool.evaluation.samples.fit import longest
+from kvtool.evaluation.samples.fit import Rng, longest
 from kvtool.evaluation.samples.sample import TokenCounter
 from kvtool.models.reference.filler import Filler
 from kvtool.models.reference.vocabulary import decode
@@ -52,7 +52,7 @@ class Haystack:
     shuffled: bool
     own: bool = False
 
-    def draw(self, rng: np.random.Generator, tokens: int) -> list[str]:
+    def draw(self, rng: Rng, tokens: int) -> list[str]:
         """Return more than enough sentences for `tokens` tokens, whatever the tokenizer."""
         count, size = tokens // _SHORTEST_SENTENCE + 1, len(self.pool)
         if self.shuffled:
@@ -60,7 +60,7 @@ class Haystack:
         first = int(rng.integers(size)) if self.own else 0
         return [self.pool[index % size] for index in range(first, first + count)]
 
-    def sentences(self, rng: np.random.Generator, tokens: int, counter: TokenCounter) -> list[str]:
+    def sentences(self, rng: Rng, tokens: int, counter: TokenCounter) -> list[str]:
         """Return the sentences that, joined, come nearest to `tokens` tokens from below."""
         drawn = self.draw(rng, tokens)
         count = longest(lambda n: counter.count("".join(drawn[:n])), costs(drawn, counter), tokens)
@@ -107,14 +107,8 @@ def _read(source: str) -> str:
             f"haystack `{source}` is neither builtin nor noise, nor is there such a file",
             hint=did_you_mean(source, ["builtin", "noise"]),
         ) from None
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"haystack `{source}` is not UTF-8: byte 0x{error.object[error.start]:02x} "
-            f"at offset {error.start}",
-            hint="convert it, for example with iconv -f LATIN1 -t UTF-8",
-        ) from None
-    except OSError as error:
-        raise UsageError(f"cannot read haystack `{source}`: {error.strerror or error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read haystack `{source}` as UTF-8: {error}") from None
     if not text.strip():
         raise UsageError(f"haystack `{source}` is empty", hint="give it at least one sentence")
     return text
@@ -142,10 +136,7 @@ def _cost(counter: TokenCounter, text: str) -> int:
 
 
 def insert(
-    sentences: Sequence[str],
-    needles: Sequence[str],
-    depths: Sequence[float],
-    counter: TokenCounter,
+    sentences: Sequence[str], needles: Sequence[str], depths: Sequence[float], counter: TokenCounter
 ) -> list[str]:
     """Put needles between sentences.
 

@@ -17,16 +17,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvtool.errors import KvtoolError
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.sample import Turn
 from kvtool.models.reference.vocabulary import ADJECTIVES, NOUNS
 
 DIGITS = 7  # as in RULER
 
 
-def draw_keys(rng: np.random.Generator, count: int) -> list[str]:
+def draw_keys(rng: Rng, count: int) -> list[str]:
     """Draw different keys: nouns, or with one adjective or two, as soon as nouns do not suffice.
 
     Raises:
@@ -48,14 +47,14 @@ def _name(index: int, adjectives: int) -> str:
     return " ".join([*words, NOUNS[index]])
 
 
-def draw_numbers(rng: np.random.Generator, count: int, digits: int = DIGITS) -> list[str]:
+def draw_numbers(rng: Rng, count: int, digits: int = DIGITS) -> list[str]:
     """Draw different numbers of `digits` digits, the first not 0."""
     smallest = 10 ** (digits - 1)
     drawn = rng.choice(9 * smallest, count, replace=False)
     return [str(smallest + number) for number in drawn.tolist()]
 
 
-def draw_uuids(rng: np.random.Generator, count: int) -> list[str]:
+def draw_uuids(rng: Rng, count: int) -> list[str]:
     """Draw random UUIDs (version 4)."""
     return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
@@ -108,7 +107,7 @@ CITIES = (
 )
 
 
-def draw_home(rng: np.random.Generator) -> tuple[str, str]:
+def draw_home(rng: Rng) -> tuple[str, str]:
     """Draw a name and a city."""
     return NAMES[rng.integers(len(NAMES))], CITIES[rng.integers(len(CITIES))]
 

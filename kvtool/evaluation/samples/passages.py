@@ -7,10 +7,12 @@ recap, or a question, then needs them again. A cache that has lost them shows it
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import starmap
 
 import numpy as np
 
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples import needles
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.sample import Sample, TokenCounter, Turn
 from kvtool.models.reference.vocabulary import NOUNS
@@ -31,7 +33,7 @@ def recap_passage(task: str, seed: int, length: int, index: int, tokens: TokenCo
     rng = generator(seed, task, length, index)
     codes = _codes(rng, max(2, length // _TOKENS_PER_CODE))
     recap = [codes[i] for i in rng.permutation(len(codes))]
-    turn = Turn("\n Recap:" + "".join(map(_sentence, recap)), (), 0)
+    turn = Turn("\n Recap:" + "".join(starmap(needles.state, recap)), (), 0)
     return _place(rng, codes, turn, length, tokens, task).context + turn.question
 
 
@@ -75,29 +77,20 @@ def question_samples(
         yield Sample(f"length={length}/{index}", sample.context, sample.turns, cell)
 
 
-def _codes(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+def _codes(rng: Rng, count: int) -> list[tuple[str, str]]:
     keys = rng.choice(NOUNS, min(count, len(NOUNS)), replace=False).tolist()
     return [(key, str(rng.integers(10**4, 10**7))) for key in keys]
 
 
-def _sentence(code: tuple[str, str]) -> str:
-    return f" The secret code for {code[0]}: {code[1]}."
-
-
 def _place(
-    rng: np.random.Generator,
-    codes: list[tuple[str, str]],
-    turn: Turn,
-    length: int,
-    tokens: TokenCounter,
-    task: str,
+    rng: Rng, codes: list[tuple[str, str]], turn: Turn, length: int, tokens: TokenCounter, task: str
 ) -> Sample:
     filler = haystack().draw(rng, length)
     depths = np.sort(rng.uniform(0, 100, len(codes))).tolist()
-    needles = [_sentence(code) for code in codes]
+    stated = list(starmap(needles.state, codes))
 
     def build(count: int) -> Sample:
-        text = "".join(insert(filler[:count], needles, depths, tokens))
+        text = "".join(insert(filler[:count], stated, depths, tokens))
         return Sample("", text, (turn,))
 
     return fit(build, costs(filler, tokens), length, tokens, task)

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.needles import draw_uuids
 
 _Item = TypeVar("_Item")
@@ -27,17 +28,17 @@ STATISTICS: dict[str, Callable[[Sequence[int]], int]] = {
 """What can be asked about a list; for second places, equal numbers count once."""
 
 
-def random_pairs(rng: np.random.Generator, count: int) -> list[tuple[str, str]]:
+def random_pairs(rng: Rng, count: int) -> list[tuple[str, str]]:
     """Draw keys with their values, all of them UUIDs."""
     return list(zip(draw_uuids(rng, count), draw_uuids(rng, count), strict=True))
 
 
-def random_string(rng: np.random.Generator, shortest: int, longest: int) -> str:
+def random_string(rng: Rng, shortest: int, longest: int) -> str:
     """Draw a string of lower-case letters and digits."""
     return "".join(rng.choice(_CHARACTERS, rng.integers(shortest, longest + 1)).tolist())
 
 
-def random_numbers(rng: np.random.Generator, count: int) -> list[int]:
+def random_numbers(rng: Rng, count: int) -> list[int]:
     """Draw an odd number of two-digit numbers, five or more, from 24 different ones.
 
     So few are used that even in a long list the largest number is not always 99. The first five
@@ -47,7 +48,7 @@ def random_numbers(rng: np.random.Generator, count: int) -> list[int]:
     return [*used[:5].tolist(), *rng.choice(used, 2 * count).tolist()]
 
 
-def random_calculation(rng: np.random.Generator, count: int) -> tuple[list[str], list[int]]:
+def random_calculation(rng: Rng, count: int) -> tuple[list[str], list[int]]:
     """Draw a calculation of two terms or more whose value stays from 0 to 99.
 
     Returns:

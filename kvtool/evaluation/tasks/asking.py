@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import numpy as np
 from pydantic import BaseModel, Field, NonNegativeInt
 
 from kvtool.documents.results import Number
@@ -21,7 +20,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.metrics.text import string_match_all
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
 from kvtool.evaluation.samples.data_files import Row
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.random_data import (
     STATISTICS,
@@ -35,7 +34,6 @@ from kvtool.evaluation.tasks.task import Lengths, Samples, Task, even_shares
 
 if TYPE_CHECKING:
     from kvtool.documents.settings import Protocol
-    from kvtool.evaluation.bench.ask import AskOptions
     from kvtool.evaluation.bench.bench import Bench
 
 
@@ -113,23 +111,6 @@ class Asking(Task):
         """Return whether the question is in the prompt that is compressed."""
         return not self.same_context and super().knows_query(protocol)
 
-    def ask_options(self, protocol: Protocol) -> AskOptions:
-        """Return how the questions are asked."""
-        from kvtool.evaluation.bench.ask import AskOptions
-
-        return AskOptions(
-            query_aware=self.knows_query(protocol),
-            question_kept=self.keeps_question(protocol),
-            same_context=self.same_context,
-            golden=self.after_references,
-            chat=self.chat,
-            stop=self.stop,
-            min_new_tokens=self.min_new_tokens,
-            thinking=self.enable_thinking,
-            conversation=self.conversation,
-            scored=self.one_answer and protocol.answers == "scored",
-        )
-
     @abstractmethod
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Score one answer, from 0 to `best`."""
@@ -138,8 +119,7 @@ class Asking(Task):
         """Ask every turn."""
         from kvtool.evaluation.bench.ask import ask
 
-        turns = ask(bench, sample, self.ask_options(bench.protocol))
-        return {"turns": turns, "facts": sample.facts}
+        return {"turns": ask(bench, sample, self), "facts": sample.facts}
 
     def score(self, record: Json) -> dict[str, float]:
         """Return means over turns; of answers that were scored, more than the headline."""
@@ -156,7 +136,6 @@ class Asking(Task):
 
 
 Cell = dict[str, int | float | str]
-Rng = np.random.Generator
 
 
 def length_of(cell: Cell) -> int:
@@ -223,7 +202,7 @@ class Draft:
     facts: Json = field(default_factory=dict)
 
     def sample(self, name: str, cell: Cell, units: int) -> Sample:
-        """Return the sample with so many units of filler."""
+        """Return the sample with some units of filler."""
         context, turns = self.build(units)
         return Sample(name, context, tuple(turns), cell, self.facts)
 
@@ -302,6 +281,13 @@ class Ruler(Filled):
         return 100 * string_match_all(prediction, references)
 
 
+def given(task: Task, data: Data | None) -> Data:
+    """Return the data of a task, or say which ones it needs."""
+    if data is None:
+        raise UsageError(f"task `{task.name}` needs {task.missing}")
+    return data
+
+
 class Read(Asking):
     """A task that reads its samples.
 
@@ -352,10 +338,9 @@ class Read(Asking):
             UsageError: no data are given, or there is no such file.
             KvtoolError: data that cannot be read or lack a column.
         """
-        if self.data is None:
-            raise UsageError(f"task `{self.name}` needs {self.missing}")
+        data = given(self, self.data)
         own = PRESETS.get(self.preset, {}).get("hub")
-        data = self.on_hub(self.data) if own and self.data.hub == own else self.data
+        data = self.on_hub(data) if own and data.hub == own else data
         return read_rows(data, columns, task=self.name, stem=stem)
 
     def rows(

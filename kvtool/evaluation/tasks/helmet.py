@@ -70,7 +70,6 @@ class Helmet(ShortAnswer):
         return None if self.data else f"data: a file of HELMET, such as data/{self.form.file}"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         pairs = self.part == "json_kv"
         columns = ["context", "question"] if pairs else ["context", "query", "type_needle_v"]
         for number, row, where in islice(self.rows(columns, self.part), self.samples):

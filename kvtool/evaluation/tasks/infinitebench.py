@@ -36,21 +36,16 @@ from kvtool.evaluation.metrics.maths import (
 from kvtool.evaluation.metrics.text import best, character_f1, qa_f1, rouge_lsum
 from kvtool.evaluation.samples import needles
 from kvtool.evaluation.samples.data import Data
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.questions import OPTIONS, Kind, chooses, split_option
-from kvtool.evaluation.samples.random_data import (
-    STATISTICS,
-    random_calculation,
-    spread,
-    units_for,
-)
+from kvtool.evaluation.samples.random_data import STATISTICS, random_calculation, spread, units_for
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import (
     Cell,
     Draft,
     Filled,
     Read,
-    Rng,
     length_of,
     list_draft,
     pairs_draft,
@@ -309,7 +304,6 @@ class BookFile(Read):
         return data.model_copy(update={"split": self.part}) if data.split == "test" else data
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         for number, row, where in islice(self.rows(["context"], self.part), self.samples):
             context = FORMS[self.part][0] + row["context"]
             yield Sample(str(number), context, (self.kind.turn(row, where),))

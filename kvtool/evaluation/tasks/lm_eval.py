@@ -141,10 +141,14 @@ def _members(manager: TaskManager, name: str) -> list[str]:
 
 
 def _check(name: str, config: dict[str, Any]) -> None:
-    if config.get("doc_to_image") or config.get("doc_to_audio"):
-        raise UsageError(f"lm-eval/{name} shows pictures or plays sound, which kvtool does not")
-    if config.get("unsafe_code"):
-        raise UsageError(f"lm-eval/{name} runs code that the model writes, which kvtool does not")
+    refused = {
+        "doc_to_image": "shows pictures",
+        "doc_to_audio": "plays sound",
+        "unsafe_code": "runs code that the model writes",
+    }
+    for key in refused.keys() & config.keys():
+        if config[key]:
+            raise UsageError(f"lm-eval/{name} {refused[key]}, which kvtool does not")
 
 
 def _set_shots(name: str, task: HarnessTask, fewshot: int | None) -> None:
@@ -288,13 +292,9 @@ class LmEval(Task):
         with contained(self.seed):
             metrics = {k: _statistic(self._aggregation(k), items) for k, items in values.items()}
         headline = self._headline_among(metrics)
-        parts = [(float(each), 1.0) for each in values[headline] if self._is_mean(headline)]
+        is_mean = self._aggregation(headline) is _metrics().mean
+        parts = [(float(each), 1.0) for each in values[headline]] if is_mean else []
         return Summary({self.metric: metrics[headline]} | metrics, parts=parts)
-
-    def _is_mean(self, name: str) -> bool:
-        from lm_eval.api.metrics import mean as harness_mean
-
-        return self._aggregation(name) is harness_mean
 
     def _headline_among(self, names: Mapping[str, Any]) -> str:
         """Return the headline's name; the first of the names where the task calls it otherwise."""
@@ -325,12 +325,17 @@ class LmEval(Task):
 
     def _aggregation(self, name: str) -> Aggregation:
         """Return how the harness aggregates `metric,filter`; the mean if it does not say."""
-        from lm_eval.api.metrics import mean as harness_mean
-
-        return self._prepared.task.aggregation().get(name.rpartition(",")[0], harness_mean)
+        known = self._prepared.task.aggregation()
+        return known.get(name.rpartition(",")[0], _metrics().mean)
 
 
 # ---- metrics
+
+
+def _metrics() -> Any:
+    from lm_eval.api import metrics
+
+    return metrics
 
 
 def _first_metric(task: HarnessTask) -> str:
@@ -343,20 +348,15 @@ def _headline(task: HarnessTask) -> str:
 
 
 def _alone(aggregation: Aggregation, value: Any) -> float | None:
-    from lm_eval.api import metrics
-
-    if aggregation in (metrics.f1_score, metrics.matthews_corrcoef):
-        return None
-    return _computed(aggregation, [value])
+    corpus = (_metrics().f1_score, _metrics().matthews_corrcoef)
+    return None if aggregation in corpus else _computed(aggregation, [value])
 
 
 def _statistic(aggregation: Aggregation, values: Sequence[Any]) -> Statistic:
     """Aggregate values, with a standard error resampled where it has no formula."""
-    from lm_eval.api import metrics
-
-    if aggregation is metrics.mean:
+    if aggregation is _metrics().mean:
         return mean([float(value) for value in values])
-    spread = metrics.stderr_for_metric(aggregation, _RESAMPLES) if len(values) > 1 else None
+    spread = _metrics().stderr_for_metric(aggregation, _RESAMPLES) if len(values) > 1 else None
     value = _computed(aggregation, values)
     return Statistic(
         value=math.nan if value is None else value,

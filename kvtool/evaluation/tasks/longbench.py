@@ -30,7 +30,7 @@ from kvtool.evaluation.metrics.text import (
     rouge_l,
 )
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.samples.data_files import check_file, digest, load_json
+from kvtool.evaluation.samples.data_files import digest, load_json, read_by
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking
@@ -223,8 +223,7 @@ class LongBench(Asking):
 def _read_template(path: str, task: str, name: str) -> tuple[str, str]:
     """Return the prompt of a task and the SHA-256 of its file."""
     file = expand(path)
-    check_file(file, task=f"{name}: prompts")
-    prompts = load_json(file)
+    prompts = read_by(load_json, file, task=f"{name}: prompts")
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise UsageError(f"{name}: `{path}` is no JSON object of a prompt for each task")
     if task not in prompts:

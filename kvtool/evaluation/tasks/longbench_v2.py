@@ -18,7 +18,7 @@ from kvtool.documents.files import expand
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.code import LETTERS, stated_letter
 from kvtool.evaluation.metrics.text import said
-from kvtool.evaluation.samples.data_files import Row, check_file, decode_text, digest
+from kvtool.evaluation.samples.data_files import Row, digest, load_text, read_by
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Place
@@ -91,20 +91,16 @@ class LongBenchV2(ShortAnswer):
         text, facts = _TEMPLATE, {"protocol": self.protocol}
         if self.prompts is not None:
             file = expand(self.prompts)
-            check_file(file, task=f"{self.name}: prompts")
-            text, facts["prompts"] = decode_text(file.read_bytes(), file), digest(file)
-        for name in ("DOC", "Q", *(f"C_{letter}" for letter in LETTERS)):
-            if text.count(f"${name}$") != 1:
-                raise UsageError(
-                    f"{self.name}: `{self.prompts}` must have `${name}$` once, "
-                    f"has it {text.count(f'${name}$')} times"
-                )
+            text = read_by(load_text, file, task=f"{self.name}: prompts")
+            facts["prompts"] = digest(file)
         before, _, after = text.partition("$DOC$")
-        if _FIELD.search(before):
+        if sorted(_FIELD.findall(after)) != sorted(("Q", *(f"C_{each}" for each in LETTERS))) or (
+            _FIELD.search(before)
+        ):
             raise UsageError(
-                f"{self.name}: in `{self.prompts}` the question stands before the text",
-                hint="put `$DOC$` before `$Q$` and the choices, so that the text can be "
-                "compressed without them",
+                f"{self.name}: `{self.prompts}` must have `$DOC$`, and then `$Q$` and `$C_A$` to "
+                "`$C_D$` once each",
+                hint="the text comes first, so that it can be compressed without the question",
             )
         return (before, after), facts
 

@@ -26,12 +26,7 @@ from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 
 _COLUMNS = (
-    "question_id",
-    "question_type",
-    "question",
-    "answer",
-    "question_date",
-    "haystack_dates",
+    *("question_id", "question_type", "question", "answer", "question_date", "haystack_dates"),
     "haystack_sessions",
 )
 _JUDGED = "single-session-preference"

@@ -112,11 +112,12 @@ def read_messages(prompt: Any, where: str) -> list[str]:
             for side, group in groupby(sides, key=lambda each: each[0])
         ]
     except (TypeError, KeyError, ValueError, IndexError):
-        raise KvtoolError(
-            f"{where}: `prompt` is no JSON list of messages with `role` and `content`"
-        ) from None
+        said = []
     if len(said) < 3 or said[0][0] or said[-1][0]:
-        raise KvtoolError(f"{where}: `prompt` is no conversation that a user begins and ends")
+        raise KvtoolError(
+            f"{where}: `prompt` is no JSON list of messages with `role` and `content` that a user "
+            "begins and ends"
+        )
     return [text for _, text in said]
 
 

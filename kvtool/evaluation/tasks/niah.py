@@ -19,9 +19,10 @@ from pydantic import BeforeValidator, Field, PositiveInt
 from kvtool.errors import UsageError, quote
 from kvtool.evaluation.metrics.text import contains, word_share
 from kvtool.evaluation.samples import needles
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.haystack import costs, haystack, insert, samples_version
 from kvtool.evaluation.samples.sample import Json, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Cell, Draft, Filled, Rng, length_of
+from kvtool.evaluation.tasks.asking import Cell, Draft, Filled, length_of
 from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32  # seven digits and a full stop take up to 9 tokens

@@ -34,7 +34,6 @@ class Questions(ShortAnswer):
     file: ClassVar[str] = "a file with context, question and answers in each row"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         for number, row, _ in islice(self.rows(_COLUMNS, "qa"), self.samples):
             asked = f"\n\nQuestion: {row['question']}\n"
             turn = Turn(asked, texts_of(row["answers"]), self.max_new_tokens, "Answer:")

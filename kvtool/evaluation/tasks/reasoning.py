@@ -4,8 +4,8 @@ Cobbe et al., 2021, https://arxiv.org/abs/2110.14168 (GSM8K); Lightman et al., 2
 https://arxiv.org/abs/2305.20050 (the 500 problems of MATH); AIME I and II of 2024 and 2025, 30
 problems each year. What fills the cache here is what the model writes, not the prompt. Rows are
 read as published: GSM8K has `question` and `answer`, a solution that ends in `#### 18`; the others
-`problem` (or `question`) and `answer`, MATH-500 also `level`. `metrics/final_answers.py` says how
-an answer is found in what a model writes, `metrics/latex.py` when two are equal.
+`problem` (or `question`) and `answer`, MATH-500 also `level`. `metrics/maths.py` says how an answer
+is found in what a model writes, and when two are equal.
 
 The prompts are zero-shot, worded by us; the form of the answer that they ask for is the field's.
 """
@@ -13,7 +13,7 @@ The prompts are zero-shot, worded by us; the form of the answer that they ask fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field, model_validator
@@ -145,7 +145,6 @@ class Reasoning(Read):
         return True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the problems."""
         table = self.read([], self.name)
         asked, wanted = table.first_of(_QUESTION), table.first_of(_ANSWER)
         for number, row in enumerate(table.rows[: self.questions], 1):
@@ -175,7 +174,6 @@ class Reasoning(Read):
         """Answer a problem as often as asked, each time from the prompt on."""
         from kvtool.evaluation.bench.ask import ask
 
-        options = self.ask_options(bench.protocol)
         frame = make_frame(
             bench.tokenizer, bench.protocol.template, self.chat, thinking=self.thinking
         )
@@ -185,8 +183,8 @@ class Reasoning(Read):
             temperature = bench.protocol.temperature or several
         for index in range(self.samples):
             rng = generator(bench.protocol.seed, self.name, sample.id, index)
-            draw = replace(options, temperature=temperature, seed=int(rng.integers(2**62)))
-            (turn,) = ask(bench, sample, draw)
+            seed = int(rng.integers(2**62))
+            (turn,) = ask(bench, sample, self, temperature=temperature, seed=seed)
             if frame.thinks:  # the tag is in the prompt
                 turn["prediction"] = OPEN + turn["prediction"]
             turns.append(turn)

@@ -19,10 +19,10 @@ import numpy as np
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.text import string_match_part
 from kvtool.evaluation.samples.data import Data, read_json
-from kvtool.evaluation.samples.fit import fit, generator
+from kvtool.evaluation.samples.fit import Rng, fit, generator
 from kvtool.evaluation.samples.haystack import costs
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.asking import Asking, given
 from kvtool.evaluation.tasks.task import Lengths, Samples
 
 _NEW_TOKENS = 32
@@ -109,15 +109,14 @@ class RulerQuestions(Asking):
         """Draw questions, and paragraphs for each.
 
         Raises:
-            UsageError: no file, fewer questions than samples, a length that is too short.
-            KvtoolError: the file has another form.
+            UsageError: fewer questions than samples, a length that is too short or too long.
         """
         questions = self._read()
         paragraphs = list(dict.fromkeys(text for asked in questions for text in asked.paragraphs))
         if self.samples > len(questions):
             raise UsageError(
                 f"{self.name}: {self.samples} samples, but `{self.data}` has only "
-                f"{len(questions)} questions"
+                f"{len(questions)} questions with an answer"
             )
         chosen = generator(self.seed, self.name).permutation(len(questions))[: self.samples]
         for length in self.lengths:
@@ -128,7 +127,7 @@ class RulerQuestions(Asking):
 
     def _put(
         self,
-        rng: np.random.Generator,
+        rng: Rng,
         name: str,
         length: int,
         asked: Asked,
@@ -158,19 +157,14 @@ class RulerQuestions(Asking):
         return fit(build, weights, length, tokens, self.name)
 
     def _read(self) -> list[Asked]:
-        if self.data is None:
-            raise UsageError(f"task `{self.name}` needs {self.missing}")
-        value, _ = read_json(self.data, task=self.name)
+        value, _ = read_json(given(self, self.data), task=self.name)
         source = SOURCES[self.name]
         try:
-            questions = source.read(value)
+            return source.read(value)
         except (KeyError, TypeError, ValueError) as error:
             raise KvtoolError(
                 f"{self.name}: `{self.data}` has not the form of {source.file}: {error!r}"
             ) from None
-        if not questions:
-            raise KvtoolError(f"{self.name}: `{self.data}` has no question with an answer")
-        return questions
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 100 if any of the right answers is part of the answer, else 0."""
@@ -178,11 +172,7 @@ class RulerQuestions(Asking):
 
 
 def _distractors(
-    rng: np.random.Generator,
-    asked: Asked,
-    paragraphs: Sequence[str],
-    length: int,
-    tokens: TokenCounter,
+    rng: Rng, asked: Asked, paragraphs: Sequence[str], length: int, tokens: TokenCounter
 ) -> list[str]:
     """Draw paragraphs for more than `length` tokens, those about the same subjects first."""
     known = {*asked.gold, *asked.near}

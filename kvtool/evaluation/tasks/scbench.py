@@ -32,7 +32,7 @@ from kvtool.evaluation.metrics.code import repeats_function
 from kvtool.evaluation.metrics.maths import first_digits, first_number
 from kvtool.evaluation.metrics.text import character_f1, rouge_lsum, words_match_all
 from kvtool.evaluation.samples.data import Data
-from kvtool.evaluation.samples.fit import longest
+from kvtool.evaluation.samples.fit import Rng, longest
 from kvtool.evaluation.samples.haystack import costs, haystack, insert
 from kvtool.evaluation.samples.questions import OPTIONS, Kind, chooses, require
 from kvtool.evaluation.samples.random_data import (
@@ -49,7 +49,6 @@ from kvtool.evaluation.tasks.asking import (
     Draft,
     Filled,
     Read,
-    Rng,
     length_of,
     list_draft,
     pairs_draft,
@@ -280,7 +279,6 @@ class SharedContextFile(SharedContext, Read):
         return data.model_copy(update={"config": data.config or f"scbench_{self.part}"})
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Read the samples."""
         columns = ["context", "multi_turns"] + ["repo"] * ("repoqa" in self.kinds)
         rows = list(self.rows(columns, f"scbench_{self.part}"))
         turns = [self._turns(row, where) for _, row, where in rows[: self.samples]]

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from kvtool.documents.results import Amount, Number
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter
 from kvtool.evaluation.tasks.task import Lengths, Samples, Task, Tokens
+from kvtool.lazy_torch import torch
 from kvtool.planning.estimate import largest_batch
 from kvtool.sizes import Budget
 
@@ -122,8 +123,6 @@ class Speed(Task):
         return largest_batch(bench.model.config, dtype, bench.variant, length, new, size)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
-        import torch
-
         from kvtool.generation import decode_step
         from kvtool.generation.broken_numbers import broken_entries, explain
         from kvtool.generation.compiled import CompiledDecoding

@@ -10,48 +10,21 @@ from kvtool.evaluation.tasks.task import Task
 from kvtool.policies.outside import is_outside, own_class
 
 _NEEDLES = [
-    "niah_single_1",
-    "niah_single_2",
-    "niah_single_3",
-    "niah_multikey_1",
-    "niah_multikey_2",
-    "niah_multikey_3",
-    "niah_multivalue",
-    "niah_multiquery",
+    *("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2"),
+    *("niah_multikey_3", "niah_multivalue", "niah_multiquery"),
 ]
 _LONGBENCH_E = [
-    "qasper",
-    "multifieldqa_en",
-    "hotpotqa",
-    "2wikimqa",
-    "gov_report",
-    "multi_news",
-    "trec",
-    "triviaqa",
-    "samsum",
-    "passage_count",
-    "passage_retrieval_en",
-    "lcc",
-    "repobench-p",
+    *("qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "gov_report", "multi_news", "trec"),
+    *("triviaqa", "samsum", "passage_count", "passage_retrieval_en", "lcc", "repobench-p"),
 ]
 _LONGBENCH = [*_LONGBENCH_E, "narrativeqa", "musique", "qmsum"]
 _SCBENCH_FILES = [
-    "repoqa",
-    "qa_eng",
-    "qa_chn",
-    "choice_eng",
-    "many_shot",
-    "summary",
-    "summary_with_needles",
+    *("repoqa", "qa_eng", "qa_chn", "choice_eng", "many_shot", "summary", "summary_with_needles"),
     "repoqa_and_kv",
 ]
 _INFINITEBENCH_FILES = [
-    "longbook_qa_eng",
-    "longbook_qa_chn",
-    "longbook_sum_eng",
-    "longbook_choice_eng",
-    "longdialogue_qa_eng",
-    "code_debug",
+    *("longbook_qa_eng", "longbook_qa_chn", "longbook_sum_eng", "longbook_choice_eng"),
+    *("longdialogue_qa_eng", "code_debug"),
 ]
 _HELMET_RECALL = ["json_kv", "ruler_niah_mk_2", "ruler_niah_mk_3", "ruler_niah_mv"]
 
@@ -61,8 +34,8 @@ TASKS: dict[str, str] = {
     "niah/city": "niah:City",
     **{f"ruler/{name}": "ruler:RulerNeedles" for name in _NEEDLES},
     "ruler/vt": "ruler:VariableTracking",
-    "ruler/cwe": "ruler_words:CommonWords",
-    "ruler/fwe": "ruler_words:FrequentWords",
+    "ruler/cwe": "ruler:CommonWords",
+    "ruler/fwe": "ruler:FrequentWords",
     "ruler/qa_1": "ruler_questions:RulerQuestions",
     "ruler/qa_2": "ruler_questions:RulerQuestions",
     "scbench/kv": "scbench:KeyValue",
@@ -89,8 +62,8 @@ TASKS: dict[str, str] = {
     **dict.fromkeys(("gsm8k", "math500", "aime24", "aime25"), "reasoning:Reasoning"),
     "ppl": "perplexity:Perplexity",
     "fidelity": "fidelity:FidelityTask",
-    "reconstruct": "reconstruct:Reconstruct",
-    "output-error": "output_error:OutputError",
+    "reconstruct": "fidelity:Reconstruct",
+    "output-error": "fidelity:OutputError",
     "speed": "speed:Speed",
 }
 ALIASES = {

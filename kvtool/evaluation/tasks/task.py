@@ -122,7 +122,11 @@ class Task(BaseModel, ABC):
 
     def measure(self, bench: Bench, sample: Sample) -> Json:
         """Run one sample; return what is recorded, with its `cost`."""
-        return bench.measure(lambda metered: self.run(metered, sample))
+        bench.restart_meter()
+        try:
+            return {**self.run(bench, sample), "cost": bench.meter.record()}
+        finally:
+            bench.forget_contexts()
 
     @abstractmethod
     def score(self, record: Json) -> dict[str, float]:
@@ -203,9 +207,5 @@ Samples = Annotated[PositiveInt, Field(le=1_000_000)]
 Tokens = Annotated[TokenCount, BeforeValidator(_count)]
 """A number of tokens: `4096` or `4K`."""
 
-Lengths = Annotated[
-    tuple[TokenCount, ...],
-    Field(max_length=1000),
-    BeforeValidator(_counts),
-]
+Lengths = Annotated[tuple[TokenCount, ...], Field(max_length=1000), BeforeValidator(_counts)]
 """Numbers of tokens: `[1K, 4K]`, `1K,4K` or one of them; each counts once."""

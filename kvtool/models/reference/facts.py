@@ -25,7 +25,6 @@ NOUN_IDS = np.array([TOKEN_ID[f" {noun}"] for noun in NOUNS])
 VARIABLE_IDS = np.array([TOKEN_ID[f" {name}"] for name in VARIABLES])
 WITH_COLON = {TOKEN_ID[f" {key}"]: TOKEN_ID[f" {key}:"] for key in KEYS}
 STOP, COMMA, COLON = encode(".")[0], encode(",")[0], encode(":")[0]
-RECAP = encode("\n Recap:")
 LONGEST_PHRASE = 3
 
 _DIGIT_IDS = {TOKEN_ID[f" {digit}"] for digit in range(10)}
@@ -93,11 +92,6 @@ def ask_value(key: int, value: list[int]) -> Question:
     kind = _kind(value)
     prompt = [*_ASK, *kind["what"], key, *_ANSWER, *kind["one"], WITH_COLON[key]]
     return Question(prompt, [*value, STOP])
-
-
-def restate(key: int, value: list[int]) -> Question:
-    """State a fact once more, as part of a recap: a question without its question."""
-    return Question([*_kind(value)["one"], WITH_COLON[key]], [*value, STOP])
 
 
 def ask_all_values(key: int, values: list[list[int]]) -> Question:

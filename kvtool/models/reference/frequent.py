@@ -9,10 +9,8 @@ HEAD = encode(" Words:")
 PROMPT = encode(
     "\n Question: What are the three most common words? Answer: The three most common words are"
 )
-RANKING = encode("\n Question: What are the most common words? Answer: The most common words are")
-MOST_ASKED = 35  # tokens of a question and its answer
+_ASKED = 35  # tokens of a question and its answer
 _ASKED = 3
-_RANKED = 8
 # of each word after the first: a row has few of them, and each takes the whole list to know
 _WORD_WEIGHT = 5.0
 
@@ -30,27 +28,14 @@ def draw_list(
     return words, rng.choice(distinct, tokens, p=share / share.sum())
 
 
-def ask_frequent(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[float]]:
-    """Ask for the three most common words so far.
+def ask_frequent(
+    words: np.ndarray, counts: np.ndarray, prompt: list[int] = PROMPT, asked: int = _ASKED
+) -> tuple[Question, list[float]]:
+    """Ask for the most common words so far.
 
     Returns:
         The question, and a weight for each answer token: 0 for a word tied with the next.
     """
-    return _ask(PROMPT, words, counts, _ASKED)
-
-
-def ask_ranking(words: np.ndarray, counts: np.ndarray) -> tuple[Question, list[float]]:
-    """Ask for the eight most common words so far, as training does to show more of the order.
-
-    Returns:
-        As of `ask_frequent`.
-    """
-    return _ask(RANKING, words, counts, _RANKED)
-
-
-def _ask(
-    prompt: list[int], words: np.ndarray, counts: np.ndarray, asked: int
-) -> tuple[Question, list[float]]:
     order = np.argsort(-counts, kind="stable")[: asked + 1]
     answer: list[int] = []
     weights: list[float] = []

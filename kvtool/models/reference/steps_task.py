@@ -121,11 +121,7 @@ EXAMPLE = (
 
 
 def longest_within(tokens: int, words: int = 12) -> int:
-    """Return the most steps whose problem and answer together have at most `tokens` tokens.
-
-    Raises:
-        KvtoolError: not even one step has.
-    """
+    """Return the most steps whose problem and answer together have at most `tokens` tokens."""
     room = tokens - 21 - 2 * (words + GIVEN)
     if room < _STEP:
         needed = tokens - room + _STEP

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import order_key
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
+from kvtool.policies.spelling import limited
 
 _FORCED = 0x7FFFFFFF << 32  # above the key of every float, infinity included
 _ABSENT = -(0x7FFFFFFF << 32)  # below the key of every float, minus infinity included
@@ -188,8 +188,8 @@ def _bound(weights: Tensor, total: Tensor, most: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ada(HeadSplit):
-    """Heads of a layer compete for its budget by their scores (AdaKV).
+class AdaSettings:
+    """The settings of the competition.
 
     Args:
         share: part of the budget that every head has for sure.
@@ -198,17 +198,19 @@ class Ada(HeadSplit):
         normalise: weigh each head by how much of its score its best tokens hold.
     """
 
-    share: float = 0.2
+    share: float = limited(0.2, "between 0 and 1")
     safeguard: Literal["mix", "force"] = "mix"
     normalise: bool = False
 
-    name: ClassVar = "ada"
     paper: ClassVar = "https://arxiv.org/abs/2407.11550"
-    by_score: ClassVar = True
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.share <= 1:
-            raise UsageError(f"{self.name}: share must be between 0 and 1, got {self.share}")
+
+@dataclass(frozen=True)
+class Ada(AdaSettings, HeadSplit):
+    """Heads of a layer compete for its budget by their scores (AdaKV)."""
+
+    name: ClassVar = "ada"
+    by_score: ClassVar = True
 
     def tokens(self, heads: Heads) -> Tensor:
         floor, total = self.share, total_tokens(heads)

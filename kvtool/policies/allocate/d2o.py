@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
+from kvtool.policies.spelling import limited
 
 _EPSILON = 1e-6  # of the min-max norm, as the authors' code has it
 
@@ -46,71 +46,43 @@ def normalise(variance: Sequence[float], largest: Sequence[float], norm: str) ->
     return list(variance)
 
 
-def split_by_density(problem: AllocationProblem, norm: str, temperature: float) -> Allocation:
-    """Split by exp(-F / temperature), F brought to a scale by `norm`."""
-    exponents = normalise(problem.variance, problem.largest, norm)
-    return problem.by_weight([-exponent / temperature for exponent in exponents])
+@dataclass(frozen=True)
+class Density(Allocator):
+    """Split by exp(-F / temperature), F brought to a scale by `norm`.
 
-
-def check_temperature(name: str, temperature: float) -> None:
-    """Refuse a temperature by which nothing can be divided.
-
-    Raises:
-        UsageError: it is 0 or less, or not finite.
+    Args:
+        norm: `length` divides F by its largest possible value, `minmax` maps the layers to 0 .. 1,
+            `raw` leaves F as it is.
+        temperature: divides the exponents; above 1 brings the layers closer together.
     """
-    if not 0 < temperature < math.inf:
-        raise UsageError(f"{name}: temperature must be above 0, got {temperature}")
+
+    norm: Literal["length", "minmax", "raw"] = "length"
+    temperature: float = limited(1.0, "above 0")
+
+    paper: ClassVar = "https://arxiv.org/abs/2406.13035"
+    metric: ClassVar = "f_variance"
+
+    def split(self, problem: AllocationProblem) -> Allocation:
+        exponents = normalise(problem.variance, problem.largest, self.norm)
+        return problem.by_weight([-exponent / self.temperature for exponent in exponents])
 
 
 @dataclass(frozen=True)
-class D2O(Allocator):
+class D2O(Density):
     """More tokens for layers of dense attention, by a softmax over the layers (D2O).
 
     The paper's exponential decay, exp(-F), differs from this only by a factor that the total
     removes.
-
-    Args:
-        norm: `length` divides F by its largest possible value, `minmax` maps the layers to 0 .. 1,
-            `raw` leaves F as it is.
-        temperature: divides the exponents; above 1 brings the layers closer together.
     """
 
-    norm: Literal["length", "minmax", "raw"] = "length"
-    temperature: float = 1.0
-
     name: ClassVar = "d2o"
-    paper: ClassVar = "https://arxiv.org/abs/2406.13035"
-    metric: ClassVar = "f_variance"
-
-    def __post_init__(self) -> None:
-        check_temperature(self.name, self.temperature)
-
-    def split(self, problem: AllocationProblem) -> Allocation:
-        return split_by_density(problem, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)
-class D2OExp(Allocator):
-    """Exponential decay of the variance, scaled to the total: the same shares as `d2o`.
-
-    Args:
-        norm: `length` divides F by its largest possible value, `minmax` maps the layers to 0 .. 1,
-            `raw` leaves F as it is.
-        temperature: divides the exponents; above 1 brings the layers closer together.
-    """
-
-    norm: Literal["length", "minmax", "raw"] = "length"
-    temperature: float = 1.0
+class D2OExp(Density):
+    """Exponential decay of the variance, scaled to the total: the same shares as `d2o`."""
 
     name: ClassVar = "d2o-exp"
-    paper: ClassVar = D2O.paper
-    metric: ClassVar = D2O.metric
-
-    def __post_init__(self) -> None:
-        check_temperature(self.name, self.temperature)
-
-    def split(self, problem: AllocationProblem) -> Allocation:
-        return split_by_density(problem, self.norm, self.temperature)
 
 
 @dataclass(frozen=True)
@@ -118,8 +90,8 @@ class D2OReciprocal(Allocator):
     """Tokens in proportion to 1 / F: steeper, and without a scale."""
 
     name: ClassVar = "d2o-reciprocal"
-    paper: ClassVar = D2O.paper
-    metric: ClassVar = D2O.metric
+    paper: ClassVar = Density.paper
+    metric: ClassVar = Density.metric
 
     def split(self, problem: AllocationProblem) -> Allocation:
         least = min((value for value in problem.variance if value > 0), default=1.0)

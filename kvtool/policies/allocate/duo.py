@@ -9,13 +9,14 @@ ties by unseeded noise; here the lower layer and head stays a retrieval head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import ClassVar
 
 from kvtool.documents.files import expand, read_bytes
 from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import UNLIMITED, Heads
+from kvtool.policies.numbers import AnyCount
 
 PROXY = "proxy"
 _SINK, _RECENT = 128, 512  # of streaming heads, where the budget is large enough
@@ -39,11 +40,7 @@ def retrieval_ratio(budget: Tensor, context: Tensor) -> Tensor:
     return torch.where(budget >= context, 1.0, spare / (context - streaming).clamp(min=1))
 
 
-@overload
-def sink_tokens(budget: int) -> int: ...
-@overload
-def sink_tokens(budget: int | Tensor) -> int | Tensor: ...
-def sink_tokens(budget: int | Tensor) -> int | Tensor:
+def sink_tokens(budget: AnyCount) -> AnyCount:
     """Return the sinks of a streaming head, 128 or a fifth of a small budget.
 
     >>> sink_tokens(512), sink_tokens(256)

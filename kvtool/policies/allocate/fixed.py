@@ -80,19 +80,14 @@ def with_fixed_heads(policy: Policy, split: HeadSplit, hint: str = _HINT) -> Pol
         UsageError: a policy that keeps equal counts in all heads, or splits its budget by itself.
     """
     if policy.budget_is_traffic or policy.reader is not None:
-        raise UsageError(
-            f"policy `{policy}` reads as many tokens in every KV head, so heads have no budgets of "
-            "their own",
-            hint=hint,
-        )
-    if policy.head_split is not None:
-        raise UsageError(
-            f"policy `{policy}` splits its budget over the KV heads by itself", hint=hint
-        )
-    try:
-        return replace(policy, heads=split)
-    except UsageError as error:
-        raise UsageError(
-            f"the KV heads of policy `{policy}` have no budgets of their own: {error.message}",
-            hint=hint,
-        ) from None
+        why = "it reads as many tokens in every KV head"
+    elif policy.head_split is not None:
+        why = "it splits its budget over the KV heads by itself"
+    else:
+        try:
+            return replace(policy, heads=split)
+        except UsageError as error:
+            why = error.message
+    raise UsageError(
+        f"the KV heads of policy `{policy}` have no budgets of their own: {why}", hint=hint
+    )

@@ -12,11 +12,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.parts import Allocator
-from kvtool.policies.spelling import computed
+from kvtool.policies.spelling import computed, limited
 
 _WINDOW = 8  # where the policy has none, as in the authors' scripts
 
@@ -56,17 +55,11 @@ class Pyramid(Allocator):
             without one.
     """
 
-    beta: float = 20.0
-    window: int | None = computed("the policy's, else 8")
+    beta: float = limited(20.0, "1 or more")
+    window: int | None = computed("the policy's, else 8", "0 or more")
 
     name: ClassVar = "pyramid"
     paper: ClassVar = "https://arxiv.org/abs/2406.02069"
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.beta < math.inf:
-            raise UsageError(f"{self.name}: beta must be 1 or more, got {self.beta}")
-        if self.window is not None and self.window < 0:
-            raise UsageError(f"{self.name}: window must be 0 or more, got {self.window}")
 
     def split(self, problem: AllocationProblem) -> Allocation:
         mean = problem.total / problem.layers

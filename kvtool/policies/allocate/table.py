@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from kvtool.errors import UsageError, did_you_mean
 from kvtool.policies.parts import Allocator
-from kvtool.policies.spelling import check_numbers, read_part, read_settings, spell_settings
+from kvtool.policies.spelling import (
+    check_numbers,
+    known_name,
+    read_part,
+    read_settings,
+    spell_settings,
+)
 
 ALLOCATORS: dict[str, str] = {
     "uniform": "uniform:Uniform",
@@ -30,12 +35,7 @@ def parse_allocator(text: str) -> Allocator:
     Raises:
         UsageError: a name or a setting that does not exist.
     """
-    name = text.strip().partition("(")[0].strip().lower()
-    if name not in ALLOCATORS:
-        raise UsageError(
-            f"no allocator named `{name}`; choose one of: {', '.join(ALLOCATORS)}",
-            hint=did_you_mean(name, ALLOCATORS),
-        )
+    name = known_name(text.partition("(")[0], ALLOCATORS, "allocator")
     module, _, attribute = ALLOCATORS[name].partition(":")
     cls = getattr(import_module(f"kvtool.policies.allocate.{module}"), attribute)
     settings = read_part(text)[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
+from kvtool.policies.parts import Role
 
 if TYPE_CHECKING:  # counting bytes needs no torch
     from kvtool.maths.quantise import RandomRotation
@@ -13,7 +14,7 @@ SCALE_BYTES = 2  # float16
 RANGE_BYTES = 3  # of a channel of the keys of one head: float16 and int8
 
 
-class Codec:
+class Codec(Role):
     """A way to store keys and values; a slot is quantised when it is written, and never again.
 
     Most store both alike. Another one returns those of keys and of values in `sides`, which have
@@ -22,12 +23,9 @@ class Codec:
     Attributes:
         code_bits: of one channel.
         kernel_form: the form in `kvtool.kernels.checks.CODES` in which kernels read codes; None:
-            plain torch reads them. A class that writes its own `decode` names its own form; from
-            outside the package it runs in plain torch, which checks what `decode` returns.
+            plain torch reads them. A class that writes its own `decode` names its own form.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
     code_bits: ClassVar[int] = 8
     kernel_form: ClassVar[str | None] = None
 

@@ -15,10 +15,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.codec.int4 import Int4
 from kvtool.policies.codec.int8 import Int8
+from kvtool.policies.spelling import limited
 
 
 @dataclass(frozen=True)
@@ -31,18 +31,12 @@ class Int(Codec):
         rotate: whether vectors of 4 bits are rotated before they are rounded.
     """
 
-    keys: int = 8
-    values: int = 4
+    keys: int = limited(8, "4 or 8")
+    values: int = limited(4, "4 or 8")
     rotate: bool = True
 
     name: ClassVar = "int"
     paper: ClassVar = "-"
-
-    def __post_init__(self) -> None:
-        for side in ("keys", "values"):
-            bits = getattr(self, side)
-            if bits not in (4, 8):
-                raise UsageError(f"{self.name}: {side} must have 4 or 8 bits, got {bits}")
 
     def sides(self) -> tuple[Codec, Codec]:
         of_bits = {8: Int8(), 4: Int4(self.rotate)}

@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
 from kvtool.policies.scores.random import seed_offset, uniform_draws
+from kvtool.policies.spelling import limited
 
 _CHUNK = 1024  # evicted tokens whose values are held in float64 at a time
 
@@ -118,19 +118,13 @@ class CaM(Merging):
         seed: selects the draws.
     """
 
-    m: int = 32
+    m: int = limited(32, "1 or more")
     deterministic: bool = False
-    seed: int = 0
+    seed: int = limited(0, "0 or more")
 
     name: ClassVar = "cam"
     paper: ClassVar = "https://openreview.net/forum?id=LCTmppB165"
     statistics: ClassVar = ("attention_sum",)
-
-    def __post_init__(self) -> None:
-        if self.m < 1:
-            raise UsageError(f"cam: m must be 1 or more, got {self.m}")
-        if self.seed < 0:
-            raise UsageError(f"cam: seed must be 0 or more, got {self.seed}")
 
     @property
     def draws(self) -> bool:

@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.numbers import State
+from kvtool.policies.spelling import limited
 
 _SELF = math.e  # exp of a token's similarity to itself
 _CHUNK = 128  # evicted tokens whose similarity to every kept token is held at a time, on a CPU
@@ -36,24 +36,24 @@ def nearest_kept(evicted: Tensor, kept: Tensor, kept_positions: Tensor) -> tuple
 
     Args:
         evicted: (batch, kv_heads, evicted, head_dim).
-        kept: (batch, kv_heads, kept, head_dim).
+        kept: (batch, kv_heads, kept, head_dim) float32, of length 1.
         kept_positions: (batch, kv_heads, kept), -1 = empty, never the nearest.
 
     Returns:
         Cosine similarity, (batch, kv_heads, evicted) float32, and index of the kept key, int64.
     """
-    unit = torch.nn.functional.normalize(kept.float(), dim=-1, eps=_EPSILON)
-    return _nearest(evicted, unit, kept_positions)
-
-
-def _nearest(evicted: Tensor, unit: Tensor, kept_positions: Tensor) -> tuple[Tensor, Tensor]:
-    evicted = torch.nn.functional.normalize(evicted.float(), dim=-1, eps=_EPSILON)
-    cosine = evicted @ unit.transpose(-1, -2)
+    evicted = unit_keys(evicted)
+    cosine = evicted @ kept.transpose(-1, -2)
     positions = kept_positions[:, :, None]
     cosine = cosine.masked_fill_(positions < 0, float("-inf"))
     best = cosine.amax(-1, keepdim=True)
     last = torch.iinfo(positions.dtype).max
     return best[..., 0], torch.where(cosine == best, positions, last).argmin(-1)
+
+
+def unit_keys(keys: Tensor) -> Tensor:
+    """Bring keys to length 1, in float32."""
+    return torch.nn.functional.normalize(keys.float(), dim=-1, eps=_EPSILON)
 
 
 def next_threshold(tau: Tensor, similarity: Tensor, valid: Tensor, beta: float) -> Tensor:
@@ -139,16 +139,12 @@ class D2OMerge(Merging):
         merge: `kv` merges keys and values, `v` values alone.
     """
 
-    beta: float = 0.7
+    beta: float = limited(0.7, "above 0 and at most 1")
     merge: Literal["kv", "v"] = "kv"
 
     name: ClassVar = "d2o-merge"
     paper: ClassVar = "https://arxiv.org/abs/2406.13035"
     works_on_keys: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if not 0 < self.beta <= 1:
-            raise UsageError(f"{self.name}: beta must be above 0 and at most 1, got {self.beta}")
 
     def start(self, batch: int, kv_heads: int, device: torch.device) -> State:
         return {
@@ -157,9 +153,9 @@ class D2OMerge(Merging):
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         keys, evicted = eviction.keys, eviction.evicted
-        unit = torch.nn.functional.normalize(eviction.kept_keys.float(), dim=-1, eps=_EPSILON)
+        unit = unit_keys(eviction.kept_keys)
         parts = [
-            _nearest(take(keys, place), unit, eviction.kept_positions)
+            nearest_kept(take(keys, place), unit, eviction.kept_positions)
             for (place,) in _chunks(unit, evicted)
         ]
         similarity, target = (torch.cat(part, -1) for part in zip(*parts, strict=True))

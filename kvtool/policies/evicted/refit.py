@@ -13,7 +13,7 @@ repetition, at equal steps over all of it, since no query of the prompt has seen
 
 The default penalty is small, and spoils exact retrieval: it fits what those queries saw, and tokens
 of little weight get values far from their own. With a ridge of 1 the bundled model loses a code of
-100 (kvtool/policies/README.md).
+100 (kvtool/policies/reference.md).
 
 A further turn is cut again. Its own last queries are used, over what the cache holds then: values
 that were refitted before, and the turn.
@@ -21,15 +21,14 @@ that were refitted before, and the turn.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.evicted.eviction import Eviction, Merging
 from kvtool.policies.evidence import PromptQueries
 from kvtool.policies.numbers import State
+from kvtool.policies.spelling import limited
 
 _ROWS = 128  # queries whose weights on all keys are held at a time, of one KV head
 
@@ -43,18 +42,12 @@ class Refit(Merging):
         ridge: penalty of changing values, as a share of the mean squared weight of a kept token.
     """
 
-    queries: int = 64
-    ridge: float = 0.01
+    queries: int = limited(64, "1 or more")
+    ridge: float = limited(0.01, "above 0")
 
     name: ClassVar = "refit"
     paper: ClassVar = "https://arxiv.org/abs/2602.16284"
     works_on_keys: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if self.queries < 1:
-            raise UsageError(f"{self.name}: queries must be 1 or more, got {self.queries}")
-        if not (math.isfinite(self.ridge) and self.ridge > 0):
-            raise UsageError(f"{self.name}: ridge must be above 0, got {self.ridge}")
 
     def absorb(self, memory: State, eviction: Eviction) -> Tensor:
         seen = eviction.queries

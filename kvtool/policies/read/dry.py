@@ -6,8 +6,7 @@ Readers that can count do; others run on tensors without content.
 from __future__ import annotations
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.numbers import HeadSizes
-from kvtool.policies.parts import Read
+from kvtool.policies.parts import HeadSizes, Read
 from kvtool.policies.read.paged import Paged
 from kvtool.policies.read.rows import RowsRead
 from kvtool.policies.read.view import ReadView, Stored

@@ -16,7 +16,7 @@ from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.rows import RowsChoice, RowsRead, RowsView, best_slots
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 
 @dataclass(frozen=True)
@@ -30,15 +30,12 @@ class ExactTopK(RowsRead):
     """
 
     scope: Literal["query_head", "group"] = "query_head"
-    k: int | None = computed("budget")
-    skip_layers: int = 0
+    k: int | None = computed("budget", "1 or more")
+    skip_layers: int = limited(0, "0 or more")
 
     name: ClassVar = "exact-topk"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
     divisor: ClassVar = 1
-
-    def __post_init__(self) -> None:
-        check_least(self, {"k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> "ExactTopK":
         return replace(self, k=self.k or step.pairs)

@@ -25,7 +25,7 @@ from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 LEAST_BUDGET = 16
 """As in the authors' code, pairs of key and value."""
@@ -43,10 +43,10 @@ class HSA(Paged):
         skip_layers: number of first layers that read all that they store.
     """
 
-    page: int | None = computed("by RocketKV's plan")
-    k1: int | None = computed("by RocketKV's plan")
-    k: int | None = computed("budget/2")
-    skip_layers: int = 0
+    page: int | None = computed("by RocketKV's plan", "1 or more")
+    k1: int | None = computed("by RocketKV's plan", "1 or more")
+    k: int | None = computed("budget/2", "1 or more")
+    skip_layers: int = limited(0, "0 or more")
 
     name: ClassVar = "hsa"
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
@@ -55,9 +55,6 @@ class HSA(Paged):
     @property
     def min_budget(self) -> int:
         return LEAST_BUDGET
-
-    def __post_init__(self) -> None:
-        check_least(self, {"page": 1, "k1": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> HSA:
         plan = step.stages

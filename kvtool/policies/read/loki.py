@@ -30,7 +30,7 @@ from kvtool.policies.read.rows import (
     hide_beyond,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,14 @@ class Loki(RowsRead):
         skip_layers: number of first layers that read all that they store.
     """
 
-    d: int | None = computed("head_dim*budget/prompt")
-    k: int | None = computed("budget/2")
+    d: int | None = computed("head_dim*budget/prompt", "1 or more")
+    k: int | None = computed("budget/2", "1 or more")
     basis: str | None = computed("that of the prompt")
     scope: Literal["group", "query_head"] = "group"
-    skip_layers: int = 0
+    skip_layers: int = limited(0, "0 or more")
 
     name: ClassVar = "loki"
     paper: ClassVar = "https://arxiv.org/abs/2406.02542"
-
-    def __post_init__(self) -> None:
-        check_least(self, {"d": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> Loki:
         d = self.d or max(1, round(step.head_dim * step.pairs / step.tokens))

@@ -24,7 +24,7 @@ from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
 from kvtool.policies.read.rows import RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 _LEAST_PAGES = 3
 
@@ -39,15 +39,12 @@ class Quest(Paged):
         skip_layers: number of first layers that read all that they store.
     """
 
-    page: int | None = computed("2*prompt/budget")
-    k: int | None = computed("budget/2")
-    skip_layers: int = 0
+    page: int | None = computed("2*prompt/budget", "1 or more")
+    k: int | None = computed("budget/2", "1 or more")
+    skip_layers: int = limited(0, "0 or more")
 
     name: ClassVar = "quest"
     paper: ClassVar = "https://arxiv.org/abs/2406.10774"
-
-    def __post_init__(self) -> None:
-        check_least(self, {"page": 1, "k": 1, "skip_layers": 0})
 
     def sized(self, step: StepBudget) -> Quest:
         page = self.page or max(1, -(-2 * step.tokens // step.pairs))

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_slots
-from kvtool.policies.numbers import HeadSizes, State
-from kvtool.policies.parts import Read
+from kvtool.policies.parts import HeadSizes, Read, State
 
 
 @dataclass(frozen=True)

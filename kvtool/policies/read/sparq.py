@@ -31,7 +31,7 @@ from kvtool.policies.read.rows import (
     hide_beyond,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,16 @@ class SparQ(RowsRead):
         skip_layers: number of first layers that read all that they store.
     """
 
-    r: int | None = computed("head_dim*budget/prompt")
-    k: int | None = computed("budget/2")
-    local: int = 0
+    r: int | None = computed("head_dim*budget/prompt", "1 or more")
+    k: int | None = computed("budget/2", "1 or more")
+    local: int = limited(0, "0 or more")
     reallocate: bool = True
-    skip_layers: int = 0
+    skip_layers: int = limited(0, "0 or more")
 
     name: ClassVar = "sparq"
     paper: ClassVar = "https://arxiv.org/abs/2312.04985"
 
     def __post_init__(self) -> None:
-        check_least(self, {"r": 1, "k": 1, "local": 0, "skip_layers": 0})
         if self.k is not None and self.local > self.k:
             raise UsageError(f"sparq: local {self.local} is above k {self.k}")
 

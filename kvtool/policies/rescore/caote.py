@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.numbers import Count
-from kvtool.policies.parts import Rescore, SlotView
+from kvtool.policies.parts import Count, Rescore, SlotView
 
 _CHUNK = 8192  # slots whose difference from the centre is held at a time
 

@@ -19,12 +19,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_mask
-from kvtool.policies.numbers import Count
-from kvtool.policies.parts import Rescore, SlotView
-from kvtool.policies.spelling import check_least
+from kvtool.policies.parts import Count, Rescore, SlotView
+from kvtool.policies.spelling import limited
 
 
 def first_stage(budget: Count, first: float, slots: int) -> Count:
@@ -51,18 +49,13 @@ class Critical(Rescore):
         epsilon: what is added to the scores of the others before they are weighed; 0 or more.
     """
 
-    first: float = 0.5
-    epsilon: float = 1e-4
+    first: float = limited(0.5, "between 0 and 1")
+    epsilon: float = limited(1e-4, "0 or more")
 
     name: ClassVar = "critical"
     paper: ClassVar = "https://arxiv.org/abs/2502.03805"
     sees_projection: ClassVar = True
     at_cut: ClassVar = True
-
-    def __post_init__(self) -> None:
-        check_least(self, {"epsilon": 0})
-        if not 0 <= self.first <= 1:
-            raise UsageError(f"critical: first must be between 0 and 1, got {self.first}")
 
     def rescore(self, importance: Tensor, view: SlotView) -> Tensor:
         count = first_stage(view.budget, self.first, importance.shape[-1])

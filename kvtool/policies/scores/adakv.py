@@ -9,33 +9,17 @@ their votes on the whole of it. With a plan that splits the budget, it is cut af
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from kvtool.policies.allocate.ada import Ada
+from kvtool.policies.allocate.ada import Ada, AdaSettings
 from kvtool.policies.scores.shared import Voting
 
 
 @dataclass(frozen=True)
-class AdaKV(Voting):
-    """SnapKV whose heads compete for their layer's budget; the budget is the mean over heads.
-
-    Args:
-        share: part of the budget that every head has for sure.
-        safeguard: `mix` moves the heads' counts towards the mean by the share, `force` lets every
-            head keep its own best tokens first.
-        normalise: weigh each head by how much of its score its best tokens hold.
-    """
-
-    share: float = 0.2
-    safeguard: Literal["mix", "force"] = "mix"
-    normalise: bool = False
+class AdaKV(AdaSettings, Voting):
+    """SnapKV whose heads compete for their layer's budget; the budget is the mean over heads."""
 
     name: ClassVar = "adakv"
-    paper: ClassVar = "https://arxiv.org/abs/2407.11550"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Ada(share=self.share)  # checks it
 
     @property
     def head_split(self) -> Ada:

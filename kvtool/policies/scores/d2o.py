@@ -15,24 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, overload
+from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.policies.allocate import d2o as allocate
 from kvtool.policies.evicted.d2o_merge import D2OMerge
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evicted, Evidence, Score, SlotView
+from kvtool.policies.numbers import AnyCount
+from kvtool.policies.parts import AttentionRows, Count, Evicted, Evidence, Score, SlotView, State
+from kvtool.policies.spelling import limited
 
 _HEAVY = 0.75  # of what the sinks leave of a budget; the rest is recent
 
 
-@overload
-def recent_tokens(budget: int, sinks: int) -> int: ...
-@overload
-def recent_tokens(budget: Count, sinks: int) -> Count: ...
-def recent_tokens(budget: Count, sinks: int) -> Count:
+def recent_tokens(budget: AnyCount, sinks: int) -> AnyCount:
     """Count the newest tokens that a layer keeps: a quarter of what the sinks leave.
 
     >>> recent_tokens(100, sinks=4)
@@ -54,8 +49,8 @@ class D2O(Score):
         merge: `kv` merges keys and values, `v` values alone, `none` drops what is evicted.
     """
 
-    sinks: int = 4
-    beta: float = 0.7
+    sinks: int = limited(4, "0 or more")
+    beta: float = limited(0.7, "above 0 and at most 1")
     merge: Literal["kv", "v", "none"] = "kv"
 
     name: ClassVar = "d2o"
@@ -63,11 +58,6 @@ class D2O(Score):
     evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum",)
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if self.sinks < 0:
-            raise UsageError(f"d2o: sinks must be 0 or more, got {self.sinks}")
-        D2OMerge(beta=self.beta)
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state["attention_sum"]

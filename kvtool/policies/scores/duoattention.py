@@ -14,13 +14,12 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor
 from kvtool.policies.allocate.duo import PROXY, Duo, sink_tokens
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Score, SlotView
+from kvtool.policies.parts import Count, SlotView, State
+from kvtool.policies.scores.shared import ByPosition
 
 
 @dataclass(frozen=True)
-class DuoAttention(Score):
+class DuoAttention(ByPosition):
     """Keep everything in a few heads, and sinks and recent tokens in the others.
 
     Args:
@@ -37,9 +36,6 @@ class DuoAttention(Score):
     @property
     def head_split(self) -> Duo:
         return Duo(scores=self.scores)
-
-    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        return view.positions.float()
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return view.sinks(sink_tokens(view.budget))

@@ -30,7 +30,7 @@ from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import Count, State
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
-from kvtool.policies.spelling import check_least
+from kvtool.policies.spelling import limited
 
 _SLOTS = 1024  # keys that are multiplied by a covariance at a time
 
@@ -72,19 +72,16 @@ class Expected(Score):
         epsilon: what is added to the expected attention before it is weighed; 0 or more.
     """
 
-    sinks: int = 4
-    future: int = 512
+    sinks: int = limited(4, "0 or more")
+    future: int = limited(512, "1 or more")
     covariance: bool = True
     values: bool = True
-    epsilon: float = 0.01
+    epsilon: float = limited(0.01, "0 or more")
 
     name: ClassVar = "expected"
     paper: ClassVar = "https://arxiv.org/abs/2510.00636"
     evidence: ClassVar = Evidence.MOMENTS
     when: ClassVar = "prompt"
-
-    def __post_init__(self) -> None:
-        check_least(self, {"sinks": 0, "future": 1, "epsilon": 0})
 
     @property
     def attention(self) -> bool:

@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Score, SlotView
+from kvtool.policies.scores.shared import ByPosition
 
 
 @dataclass(frozen=True)
-class Full(Score):
+class Full(ByPosition):
     """Keep every token."""
 
     name: ClassVar = "full"
     paper: ClassVar = "-"
     when: ClassVar = "never"
-
-    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        return view.positions.float()

@@ -19,12 +19,7 @@ from kvtool.policies.scores.shared import Summing
 
 @dataclass(frozen=True)
 class H2O(Summing):
-    """Keep the tokens with the most accumulated attention, and a recent window.
-
-    Args:
-        recent: newest tokens that are always kept; None: half of the budget.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
-    """
+    """Keep the tokens with the most accumulated attention, and a recent window."""
 
     name: ClassVar = "h2o"
     paper: ClassVar = "https://arxiv.org/abs/2306.14048"

@@ -9,37 +9,29 @@ In a prompt run in blocks the anchor is that of the slots present at each cut, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.scores.shared import check_ends, ends
+from kvtool.policies.parts import AttentionRows, Evidence, Positions, SlotView, State
+from kvtool.policies.scores.shared import KeepsEnds
 
 _EPSILON = 1e-12
 
 
-def distance_from_anchor(keys: Tensor, stored: Tensor | None) -> Tensor:
-    """Compute minus the cosine between each key and the mean of the unit keys.
+def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Tensor:
+    """Compute minus the cosine between each key and the mean of the unit keys of its layer.
+
+    The unit keys are never written down: a sum of them, and a dot product with one, are those of
+    the keys weighted by their inverse lengths.
 
     Args:
-        keys: (batch, kv_heads, slots, key_dim).
+        keys: (batch, kv_heads, slots, key_dim) of each layer, stacked along the batch.
         stored: bool (batch, kv_heads, slots), the slots that are not empty; None: all.
 
     Returns:
         (batch, kv_heads, slots) float32, in [-1, 1].
-    """
-    return distances_from_anchors((keys,), stored)
-
-
-def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Tensor:
-    """Compute the same for several layers, stacked along the batch.
-
-    The unit keys are never written down: a sum of them, and a dot product with one, are those of
-    the keys weighted by their inverse lengths.
     """
     inverse = torch.cat([torch.linalg.vector_norm(each.float(), dim=-1) for each in keys])
     inverse = inverse.clamp_(min=_EPSILON).reciprocal_()
@@ -53,31 +45,14 @@ def distances_from_anchors(keys: Sequence[Tensor], stored: Tensor | None) -> Ten
 
 
 @dataclass(frozen=True)
-class KeyDiff(Score):
-    """Keep the tokens whose keys point away from the mean direction of all keys.
+class KeyDiff(KeepsEnds):
+    """Keep the tokens whose keys point away from the mean direction of all keys."""
 
-    Args:
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
-    """
-
-    sinks: int = 0
-    recent: int = 0
     positions: Positions = "text"
 
     name: ClassVar = "keydiff"
     paper: ClassVar = "https://arxiv.org/abs/2504.15364"
     evidence: ClassVar = Evidence.KEYS
 
-    def __post_init__(self) -> None:
-        check_ends(self)
-
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return distances_from_anchors(view.keys, view.stored)
-
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        return ends(self, view)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"sinks": self.sinks, "recent": self.recent}

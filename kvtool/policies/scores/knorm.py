@@ -14,15 +14,13 @@ the lower position stays, whatever the rounding of a product was. Where a model 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.scores.shared import check_ends, ends
+from kvtool.policies.parts import AttentionRows, Evidence, SlotView, State
+from kvtool.policies.scores.shared import KeepsEnds
 
 _DROPPED = 16  # the lowest 4 bits of a float32
 
@@ -44,29 +42,12 @@ def key_lengths(keys: Sequence[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Knorm(Score):
-    """Keep the tokens whose keys are shortest.
-
-    Args:
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
-    """
-
-    sinks: int = 0
-    recent: int = 0
+class Knorm(KeepsEnds):
+    """Keep the tokens whose keys are shortest."""
 
     name: ClassVar = "knorm"
     paper: ClassVar = "https://arxiv.org/abs/2406.11430"
     evidence: ClassVar = Evidence.KEYS
 
-    def __post_init__(self) -> None:
-        check_ends(self)
-
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return key_lengths(view.keys).neg_()
-
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        return ends(self, view)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"sinks": self.sinks, "recent": self.recent}

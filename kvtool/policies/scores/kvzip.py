@@ -27,7 +27,7 @@ from kvtool.lazy_torch import Tensor
 from kvtool.policies.allocate.joint import Joint
 from kvtool.policies.evidence import Repeated, RepetitionAsked
 from kvtool.policies.parts import Evidence, Score
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 if TYPE_CHECKING:
     from kvtool.policies.evidence import AttentionRows
@@ -48,8 +48,8 @@ class KVzip(Score):
         plus: whether a weight counts by what its value adds to the hidden state (KVzip+).
     """
 
-    sinks: int = 4
-    chunk: int = 2048
+    sinks: int = limited(4, "0 or more")
+    chunk: int = limited(2048, "1 or more")
     layers: Literal["joint", "each"] = "joint"
     instruction: str | None = computed("KVzip's words")
     plus: bool = False
@@ -58,9 +58,6 @@ class KVzip(Score):
     paper: ClassVar = "https://arxiv.org/abs/2505.23416"
     evidence: ClassVar = Evidence.REPETITION
     when: ClassVar = "prompt"
-
-    def __post_init__(self) -> None:
-        check_least(self, {"sinks": 0, "chunk": 1})
 
     @property
     def repetition(self) -> RepetitionAsked:

@@ -28,10 +28,8 @@ from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import take
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.spelling import check_least
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Score, SlotView, State
+from kvtool.policies.spelling import limited
 
 _LEAST = 2  # tokens of a partition
 _TOKENS = 4096  # that are brought to their range at a time
@@ -78,17 +76,14 @@ class LagKV(Score):
             which heads of a layer may be compared (`+ada`).
     """
 
-    sinks: int = 4
-    lag: int = 128
+    sinks: int = limited(4, "0 or more")
+    lag: int = limited(128, "2 or more")
     rank: bool = True
 
     name: ClassVar = "lagkv"
     paper: ClassVar = "https://arxiv.org/abs/2504.04704"
     evidence: ClassVar = Evidence.KEYS
     when: ClassVar = "prompt"
-
-    def __post_init__(self) -> None:
-        check_least(self, {"sinks": 0, "lag": _LEAST})
 
     def _lag(self, budget: Count) -> Count:
         """Return how many tokens a partition has under a budget."""

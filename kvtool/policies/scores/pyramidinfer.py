@@ -28,13 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.allocation import Allocation
 from kvtool.policies.allocate.problem import AllocationProblem
-from kvtool.policies.evidence import AttentionRows, asked
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Allocator, Evidence, Score, SlotView
+from kvtool.policies.evidence import asked
+from kvtool.policies.parts import Allocator, AttentionRows, Count, Evidence, Score, SlotView, State
+from kvtool.policies.spelling import limited
 
 _NEWEST = 1.2  # weight of the newest vote; that of the oldest is 1
 _HALVINGS = 60  # of the decay's bracket
@@ -120,25 +119,15 @@ class PyramidInfer(Score):
         sinks: first tokens that are always kept.
     """
 
-    recent_ratio: float = 0.2
-    min_context: int = 64
-    sinks: int = 4
+    recent_ratio: float = limited(0.2, "above 0 and below 1")
+    min_context: int = limited(64, "0 or more")
+    sinks: int = limited(4, "0 or more")
 
     name: ClassVar = "pyramidinfer"
     paper: ClassVar = "https://arxiv.org/abs/2405.12532"
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
     layer_tokens: ClassVar = "nested"
-
-    def __post_init__(self) -> None:
-        if not 0 < self.recent_ratio < 1:
-            raise UsageError(
-                f"pyramidinfer: recent_ratio must be between 0 and 1, got {self.recent_ratio}"
-            )
-        for field in ("min_context", "sinks"):
-            if getattr(self, field) < 0:
-                given = getattr(self, field)
-                raise UsageError(f"pyramidinfer: {field} must be 0 or more, got {given}")
 
     @property
     def allocator(self) -> Cosine:

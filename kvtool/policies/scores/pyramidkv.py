@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.policies.allocate.pyramid import Pyramid
 from kvtool.policies.scores.shared import Voting
+from kvtool.policies.spelling import limited
 
 
 @dataclass(frozen=True)
@@ -23,16 +23,11 @@ class PyramidKV(Voting):
         beta: how steep: the last layer has 1/beta of the mean beside the window.
     """
 
-    window: int = 8
-    beta: float = 20.0
+    window: int = limited(8, "1 or more")
+    beta: float = limited(20.0, "1 or more")
 
     name: ClassVar = "pyramidkv"
     paper: ClassVar = "https://arxiv.org/abs/2406.02069"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.beta < 1:
-            raise UsageError(f"pyramidkv: beta must be 1 or more, got {self.beta}")
 
     @property
     def allocator(self) -> Pyramid:

@@ -10,16 +10,13 @@ same draws, and a CPU and a GPU agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State
-from kvtool.policies.parts import Score, SlotView
-from kvtool.policies.scores.shared import check_ends, ends
+from kvtool.policies.parts import AttentionRows, SlotView, State
+from kvtool.policies.scores.shared import KeepsEnds
+from kvtool.policies.spelling import limited
 
 
 def uniform_draws(positions: Tensor, stream: Tensor) -> Tensor:
@@ -54,32 +51,23 @@ def _unsigned_shift(number: Tensor, bits: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Random(Score):
+class Random(KeepsEnds):
     """Evict at random (seeded).
 
     Args:
-        sinks: first tokens that are always kept.
-        recent: newest tokens that are always kept.
         per_head: draw for each KV head; by default all heads of a layer lose the same tokens.
         seed: selects the draws.
         prompt: keep all of the prompt, and draw among what is generated: the control that a policy
             for reasoning must beat (https://arxiv.org/abs/2609.03430).
     """
 
-    sinks: int = 0
-    recent: int = 0
     per_head: bool = False
-    seed: int = 0
+    seed: int = limited(0, "0 or more")
     prompt: bool = False
 
     name: ClassVar = "random"
     paper: ClassVar = "https://arxiv.org/abs/2402.06262"
     draws: ClassVar = True
-
-    def __post_init__(self) -> None:
-        check_ends(self)
-        if self.seed < 0:
-            raise UsageError(f"random: seed must be 0 or more, got {self.seed}")
 
     @property
     def keeps_prompt(self) -> bool:
@@ -93,9 +81,3 @@ class Random(Score):
             heads = torch.arange(held, device=view.positions.device) + view.heads.first(held)
             stream = stream + (heads[:, None] << 50)
         return uniform_draws(view.positions, stream)
-
-    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
-        return ends(self, view)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"sinks": self.sinks, "recent": self.recent}

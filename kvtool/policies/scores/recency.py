@@ -9,25 +9,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Positions, Score, SlotView
+from kvtool.policies.parts import Positions
+from kvtool.policies.scores.shared import ByPosition
 
 
 @dataclass(frozen=True)
-class Recency(Score):
-    """Keep the newest tokens.
-
-    Args:
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
-    """
+class Recency(ByPosition):
+    """Keep the newest tokens."""
 
     positions: Positions = "text"
 
     name: ClassVar = "recency"
     paper: ClassVar = "-"
     distinct: ClassVar = True
-
-    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
-        return view.positions.float()

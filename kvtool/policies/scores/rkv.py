@@ -20,9 +20,8 @@ from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import pool_votes
 from kvtool.policies.every import Every
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, HeadSizes, State
-from kvtool.policies.parts import Evidence, Score, SlotView
+from kvtool.policies.parts import AttentionRows, Count, Evidence, HeadSizes, Score, SlotView, State
+from kvtool.policies.spelling import limited
 
 _CHUNK = 128  # keys whose cosines with all others are held at a time
 _PLACES = 8  # numbers of 4 bytes for the place of a slot and its order
@@ -95,29 +94,21 @@ class RKV(Score):
         mix: weight of importance against redundancy.
     """
 
-    window: int = 8
-    kernel: int = 7
+    window: int = limited(8, "1 or more")
+    kernel: int = limited(7, "odd and 1 or more")
     buffer: int = 128
-    threshold: float = 0.5
-    mix: float = 0.1
+    threshold: float = limited(0.5, "between -1 and 1")
+    mix: float = limited(0.1, "between 0 and 1")
 
     name: ClassVar = "rkv"
     paper: ClassVar = "https://arxiv.org/abs/2505.24133"
     evidence: ClassVar = Evidence.QUERIES
 
     def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"rkv: window must be 1 or more, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UsageError(f"rkv: kernel must be odd and 1 or more, got {self.kernel}")
         if self.buffer < self.window:
             raise UsageError(
                 f"rkv: buffer must be at least window, which is {self.window}, got {self.buffer}"
             )
-        if not 0 <= self.mix <= 1:
-            raise UsageError(f"rkv: mix must be from 0 to 1, got {self.mix}")
-        if not -1 <= self.threshold <= 1:
-            raise UsageError(f"rkv: threshold must be from -1 to 1, got {self.threshold}")
 
     @property
     def pace(self) -> Every:

@@ -22,11 +22,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.policies.evicted.eviction import SelectOnly
 from kvtool.policies.read.hsa import HSA
 from kvtool.policies.scores.shared import Voting
-from kvtool.policies.spelling import computed
+from kvtool.policies.spelling import computed, limited
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,11 @@ class TwoStages(Voting):
         skip_layers: number of first layers that read all that they store.
     """
 
-    kernel: int = 63
-    split: float | None = computed("min(0.8, 0.2 + 0.06 log2 compression)")
-    skip_layers: int = 0
+    kernel: int = limited(63, "odd and 1 or more")
+    split: float | None = computed("min(0.8, 0.2 + 0.06 log2 compression)", "between 0 and 1")
+    skip_layers: int = limited(0, "0 or more")
 
     paper: ClassVar = "https://arxiv.org/abs/2502.14051"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.split is not None and not 0 <= self.split <= 1:
-            raise UsageError(f"{self.name}: split must be between 0 and 1, got {self.split}")
 
     @property
     def reader(self) -> HSA:

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, overload
+from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State, at_least_zero, half, minimum
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.spelling import computed
+from kvtool.policies.numbers import AnyCount, at_least_zero, half, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Positions, Score, SlotView, State
+from kvtool.policies.spelling import computed, limited
 
 
 def mean_attention(attention_sum: Tensor, count: Tensor) -> Tensor:
@@ -43,12 +41,11 @@ class RoCo(Score):
         protect_recent: newest tokens that are always kept; None: 10, at most a quarter of the
             budget.
         sinks: first tokens that are always kept.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    scope: int | None = computed("budget/2")
-    protect_recent: int | None = computed("min(10, budget/4)")
-    sinks: int = 4
+    scope: int | None = computed("budget/2", "0 or more")
+    protect_recent: int | None = computed("min(10, budget/4)", "0 or more")
+    sinks: int = limited(4, "0 or more")
     positions: Positions = "text"
 
     name: ClassVar = "roco"
@@ -56,12 +53,6 @@ class RoCo(Score):
     evidence: ClassVar = Evidence.COLUMNS
     statistics: ClassVar = ("attention_sum", "square_sum", "count")
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        for field in ("scope", "protect_recent", "sinks"):
-            value = getattr(self, field)
-            if value is not None and value < 0:
-                raise UsageError(f"roco: {field} must be 0 or more, got {value}")
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return mean_attention(state["attention_sum"], state["count"])
@@ -78,9 +69,5 @@ class RoCo(Score):
     def reserved(self, budget: int) -> Mapping[str, int]:
         return {"sinks": self.sinks, "protect_recent": self._protect_recent(budget)}
 
-    @overload
-    def _protect_recent(self, budget: int) -> int: ...
-    @overload
-    def _protect_recent(self, budget: Count) -> Count: ...
-    def _protect_recent(self, budget: Count) -> Count:
+    def _protect_recent(self, budget: AnyCount) -> AnyCount:
         return minimum(10, budget // 4) if self.protect_recent is None else self.protect_recent

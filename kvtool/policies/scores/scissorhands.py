@@ -19,12 +19,7 @@ from kvtool.policies.scores.shared import Summing
 
 @dataclass(frozen=True)
 class Scissorhands(Summing):
-    """Keep the tokens that most often got at least average attention, and a recent window.
-
-    Args:
-        recent: newest tokens that are always kept; None: half of the budget.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
-    """
+    """Keep the tokens that most often got at least average attention, and a recent window."""
 
     name: ClassVar = "scissorhands"
     paper: ClassVar = "https://arxiv.org/abs/2305.17118"

@@ -8,15 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import pool_votes
-from kvtool.policies.evidence import AttentionRows, QueryMoments, asked
-from kvtool.policies.numbers import Count, State, half, minimum
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
-from kvtool.policies.spelling import computed
+from kvtool.policies.evidence import QueryMoments, asked
+from kvtool.policies.numbers import half, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, Positions, Score, SlotView, State
+from kvtool.policies.spelling import computed, limited
+
+
+class ByPosition(Score):
+    """Score tokens by their place in the text: what is newer is kept."""
+
+    def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
+        return view.positions.float()
 
 
 @dataclass(frozen=True)
@@ -29,19 +35,13 @@ class Voting(Score):
         pool: `max` or `avg`.
     """
 
-    window: int = 32
-    kernel: int = 7
+    window: int = limited(32, "1 or more")
+    kernel: int = limited(7, "odd and 1 or more")
     pool: Literal["max", "avg"] = "max"
 
     evidence: ClassVar = Evidence.LAST_ROWS
     when: ClassVar = "prompt"
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if self.window < 1:
-            raise UsageError(f"{self.name}: window must be 1 or more, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise UsageError(f"{self.name}: kernel must be odd and 1 or more, got {self.kernel}")
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         """Sum the votes of the last queries, and pool them: (batch, kv_heads, slots) float32."""
@@ -67,18 +67,13 @@ class Summing(Score):
 
     Args:
         recent: newest tokens that are always kept; None: half of the budget.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
-    recent: int | None = computed("budget/2")
+    recent: int | None = computed("budget/2", "0 or more")
     positions: Positions = "text"
 
     evidence: ClassVar = Evidence.COLUMNS
     attention: ClassVar = True
-
-    def __post_init__(self) -> None:
-        if self.recent is not None and self.recent < 0:
-            raise UsageError(f"{self.name}: recent must be 0 or more, got {self.recent}")
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return state[self.statistics[0]]
@@ -97,37 +92,22 @@ def moments_of_layers(view: SlotView) -> tuple[QueryMoments, ...]:
     return view.moments
 
 
-class KeepsEnds(Protocol):
-    """The settings of such a score.
+@dataclass(frozen=True)
+class KeepsEnds(Score):
+    """Keep the first and the newest tokens, and choose among the others.
 
-    Attributes:
+    Args:
         sinks: first tokens that are always kept.
         recent: newest tokens that are always kept.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def sinks(self) -> int: ...
-    @property
-    def recent(self) -> int: ...
+    sinks: int = limited(0, "0 or more")
+    recent: int = limited(0, "0 or more")
 
+    def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor | None:
+        if self.sinks == 0 and self.recent == 0:
+            return None
+        return view.sinks(self.sinks) | view.recent(self.recent)
 
-def check_ends(score: KeepsEnds) -> None:
-    """Refuse counts below 0.
-
-    Raises:
-        UsageError: such a setting.
-    """
-    for field in ("sinks", "recent"):
-        if getattr(score, field) < 0:
-            raise UsageError(
-                f"{score.name}: {field} must be 0 or more, got {getattr(score, field)}"
-            )
-
-
-def ends(score: KeepsEnds, view: SlotView) -> Tensor | None:
-    """Mark the first and the newest tokens, bool (batch, kv_heads, slots); None: none stays."""
-    if score.sinks == 0 and score.recent == 0:
-        return None
-    return view.sinks(score.sinks) | view.recent(score.recent)
+    def reserved(self, budget: int) -> Mapping[str, int]:
+        return {"sinks": self.sinks, "recent": self.recent}

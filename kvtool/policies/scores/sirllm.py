@@ -20,21 +20,19 @@ turn, at its first cut; decoded tokens cause none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvtool.errors import UsageError
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.selection import top_mask
-from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import Count, State, at_least_zero, minimum
-from kvtool.policies.parts import Evidence, Score, SlotView
-from kvtool.policies.scores.shared import check_ends
+from kvtool.policies.numbers import at_least_zero, minimum
+from kvtool.policies.parts import AttentionRows, Count, Evidence, SlotView, State
+from kvtool.policies.scores.shared import KeepsEnds
+from kvtool.policies.spelling import limited
 
 
 @dataclass(frozen=True)
-class SirLLM(Score):
+class SirLLM(KeepsEnds):
     """Keep the tokens that surprised the model most, the same in all layers.
 
     Args:
@@ -43,19 +41,14 @@ class SirLLM(Score):
         decay: what the surprisals of kept tokens are multiplied by once a turn.
     """
 
-    sinks: int = 4
-    recent: int = 0
-    decay: float = 1.0
+    sinks: int = limited(4, "0 or more")
+    recent: int = limited(0, "0 or more")
+    decay: float = limited(1.0, "above 0 and at most 1")
 
     name: ClassVar = "sirllm"
     paper: ClassVar = "https://arxiv.org/abs/2405.12528"
     evidence: ClassVar = Evidence.LOGITS
     layer_tokens: ClassVar = "same"
-
-    def __post_init__(self) -> None:
-        check_ends(self)
-        if not 0 < self.decay <= 1:
-            raise UsageError(f"sirllm: decay must be above 0 and at most 1, got {self.decay}")
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         return view.positions.float()
@@ -65,6 +58,3 @@ class SirLLM(Score):
         count = at_least_zero(view.budget - self.sinks - self.recent - view.block)
         count = minimum(count, view.positions.shape[2])
         return sinks | top_mask(state["surprisal"], view.positions, count, among=~sinks)
-
-    def reserved(self, budget: int) -> Mapping[str, int]:
-        return {"sinks": self.sinks, "recent": self.recent}

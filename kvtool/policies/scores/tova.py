@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor
-from kvtool.policies.evidence import AttentionRows, asked
-from kvtool.policies.numbers import State
-from kvtool.policies.parts import Evidence, Positions, Score, SlotView
+from kvtool.policies.evidence import asked
+from kvtool.policies.parts import AttentionRows, Evidence, Positions, Score, SlotView, State
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,6 @@ class TOVA(Score):
     Args:
         head_reduce: `layer` averages over all query heads, so that every KV head keeps the same
             tokens; `kv_head` averages over the query heads of each KV head.
-        positions: `cache` numbers tokens by their place in the cache, for texts without end.
     """
 
     head_reduce: Literal["layer", "kv_head"] = "layer"

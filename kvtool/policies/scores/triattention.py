@@ -35,7 +35,7 @@ from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero, half, minimum
 from kvtool.policies.parts import Evidence, Score, SlotView
 from kvtool.policies.scores.shared import moments_of_layers
-from kvtool.policies.spelling import check_least, computed
+from kvtool.policies.spelling import computed, limited
 
 _SLOTS = 1024  # keys that are measured at a time
 _NARROWEST = 1e-6  # standard deviation that scores are divided by, at least
@@ -108,18 +108,15 @@ class TriAttention(Score):
         stats: a safetensors file of centres that `kvtool profile` wrote; None: the prompt's own.
     """
 
-    every: int = 128
-    recent: int = 128
-    horizon: int = 65536
+    every: int = limited(128, "1 or more")
+    recent: int = limited(128, "0 or more")
+    horizon: int = limited(65536, "1 or more")
     prompt: bool = True
     stats: str | None = computed("those of the prompt")
 
     name: ClassVar = "triattention"
     paper: ClassVar = "https://arxiv.org/abs/2604.04921"
     evidence: ClassVar = Evidence.MOMENTS
-
-    def __post_init__(self) -> None:
-        check_least(self, {"every": 1, "recent": 0, "horizon": 1})
 
     @property
     def moments(self) -> MomentsAsked:

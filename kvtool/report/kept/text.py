@@ -7,7 +7,6 @@ Its script unpacks them, shades the tokens and answers the switches.
 from __future__ import annotations
 
 import base64
-import json
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
 from rich.style import Style
 from rich.text import Text
 
@@ -27,8 +24,8 @@ from kvtool.documents.generation import CacheSection
 from kvtool.errors import UsageError
 from kvtool.models.folder import REFERENCE
 from kvtool.models.load import load_tokenizer
-from kvtool.package_data import data_file
 from kvtool.report.colour_scale import colour_at, ink_on
+from kvtool.report.templates import template
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,22 +119,20 @@ def kept_text(
 
 def _ids(cache: CacheState, input_ids: Tensor | None, row: int) -> list[int]:
     """Return the tokens of a batch entry that have been read."""
-    if not cache.first_layer.is_initialized:
-        raise UsageError("the cache is empty: nothing has been fed to it yet")
     known = cache.text
     texts = None if known.plain else known.input_ids
     texts = texts if input_ids is None else input_ids
-    if texts is None:
+    if texts is None or not cache.first_layer.is_initialized:
         raise UsageError(
-            "the cache does not know its text, which did not come through `generate`",
+            "the cache does not know its text: it has read nothing, or not through `generate`",
             hint="cache.show(tokenizer, input_ids=ids)",
         )
     batch, seen = len(cache.tokens_seen()), cache.get_seq_length()
-    if not -batch <= row < batch:
-        raise UsageError(f"the cache holds {batch} texts, and row {row} is asked for")
-    if len(texts) != batch or texts.shape[1] < seen:
+    if not -batch <= row < batch or len(texts) != batch or texts.shape[1] < seen:
         shape = " x ".join(map(str, texts.shape))
-        raise UsageError(f"the cache has read {batch} x {seen} tokens, and input_ids are {shape}")
+        raise UsageError(
+            f"the cache has read {batch} x {seen} tokens; input_ids are {shape}, row is {row}"
+        )
     ids: list[int] = texts[row, seen - cache.tokens_seen()[row] : seen].tolist()
     return ids
 
@@ -159,22 +154,14 @@ def kept_page(texts: Sequence[KeptText], full_answer: str | None = None) -> str:
     Args:
         full_answer: what the full cache answers, where that was asked for.
     """
-    folder = data_file("report/kept/kept.html").parent
-    environment = Environment(
-        loader=FileSystemLoader(folder), autoescape=True, undefined=StrictUndefined
-    )
-    marks = {text.kept.mark for text in texts}
-    title = " and ".join(text.title for text in texts)
-    return environment.get_template("kept.html").render(
-        title=title,
+    return template("kept/kept.html").render(
+        title=" and ".join(text.title for text in texts),
         texts=texts,
         full_answer=full_answer,
         verbs=sorted({doing(text.kept) for text in texts}),
-        marks={mark: words for mark, words in MARKS.items() if mark in marks},
-        scored=any(text.kept.score is not None for text in texts),
-        layers=[layer.index for layer in texts[0].kept.layers],
+        marks={mark: MARKS[mark] for text in texts if (mark := text.kept.mark) in MARKS},
         heads=max(len(layer.kept) for text in texts for layer in text.kept.layers),
-        data=Markup(_spell(page_data(texts))),
+        data=page_data(texts),
     )
 
 
@@ -219,12 +206,6 @@ def _packed(heads: list[Tensor]) -> str:
 
 def _encoded(data: bytes) -> str:
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
-
-
-def _spell(data: dict[str, Any]) -> str:
-    """Write JSON that no script element ends in."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 MARKS = {"merged": "merged into tokens that stay", "offloaded": "moved to host memory"}

@@ -17,6 +17,9 @@ from kvtool.models.reference.vocabulary import BOS, EOS, SPECIAL, TOKENS, encode
 FILLER_WEIGHT = 0.1
 DECISION_WEIGHT = 3.0  # how a part of an answer begins and ends; the rest is copying
 END_WEIGHT = 0.1
+RANKING = encode("\n Question: What are the most common words? Answer: The most common words are")
+_RECAP = encode("\n Recap:")
+_MOST_ASKED = 35  # tokens of a question for frequent words and its answer
 _FILLER_COUNTED = 0.3  # share of filler sentences in the loss: the rest would teach little more
 
 
@@ -100,21 +103,27 @@ def _echo(rng: np.random.Generator, tokens: int) -> Row:
     return row
 
 
+def _restate(key: int, value: list[int]) -> Question:
+    """State a fact once more, as part of a recap: a question without its question."""
+    whole = facts.needle(key, value)
+    return Question(whole[: -len(value) - 1], whole[-len(value) - 1 :])
+
+
 def _frequent(rng: np.random.Generator, tokens: int) -> Row:
     """Draw a list of words, asked about at several points."""
     row = Row()
     row.add(frequent.HEAD)
     segments = max(1, min(int(rng.integers(2, 7)), tokens // 60))
     distinct = int(rng.integers(10, 60))
-    room = max(segments, tokens - len(frequent.HEAD) - segments * frequent.MOST_ASKED - 1)
+    room = max(segments, tokens - len(frequent.HEAD) - segments * _MOST_ASKED - 1)
     words, indices = frequent.draw_list(rng, room, distinct, 1.5 + rng.random())
     counts = np.zeros(distinct)
     for segment in np.array_split(indices, segments):
         counts += np.bincount(segment, minlength=distinct)
         row.add(words[segment].tolist())
         row.add([facts.STOP])
-        ask = frequent.ask_ranking if rng.random() < 0.5 else frequent.ask_frequent
-        question, weights = ask(words, counts)
+        more = (RANKING, 8) if rng.random() < 0.5 else ()  # to show more of the order
+        question, weights = frequent.ask_frequent(words, counts, *more)
         row.add(question.prompt)
         row.add(question.answer, weights)
         row.ends.append(len(row.ids) - 1)
@@ -155,7 +164,7 @@ def _plan_needles(plan: _Plan, rng: np.random.Generator, mixture: Mixture, keys:
     needles = [needles[index] for index in rng.permutation(len(needles))]
     if len(needles) > 1 and rng.random() < mixture.recap:
         count = max(1, int(len(needles) * rng.uniform(0.3, 1.0)))
-        plan.recap = [facts.restate(*needle) for needle in needles[:count]]
+        plan.recap = [_restate(*needle) for needle in needles[:count]]
         needles = needles[count:]
     groupable = kind in ("code", "word")
     while needles:
@@ -244,7 +253,7 @@ def _planted(rng: np.random.Generator, tokens: int, filler: Filler, plan: _Plan)
     while recap and sum(len(item.prompt) + len(item.answer) for item in recap) + 3 > room:
         recap = recap[: len(recap) // 2]
     if recap:
-        room -= sum(len(item.prompt) + len(item.answer) for item in recap) + len(facts.RECAP)
+        room -= sum(len(item.prompt) + len(item.answer) for item in recap) + len(_RECAP)
     questions = _choose(rng, plan.questions, room, share)
     room -= sum(len(question.prompt) + len(question.answer) for question in questions)
     for sentence, is_fact in facts.scatter(rng, filler.take(rng, max(0, room)), plan.groups):
@@ -255,7 +264,7 @@ def _planted(rng: np.random.Generator, tokens: int, filler: Filler, plan: _Plan)
         for question in questions:
             row.ask(question, end=True)
     if recap:
-        row.add(facts.RECAP)
+        row.add(_RECAP)
         for item in recap:
             row.ask(item, end=False)
     if recap_first:

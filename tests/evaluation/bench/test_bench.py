@@ -78,7 +78,7 @@ class Recorder:
 
 
 def asked_of(bench, sample, task):
-    return ask(bench, sample, task.ask_options(bench.protocol))
+    return ask(bench, sample, task)
 
 
 def asked_cache(bench, sample, task):

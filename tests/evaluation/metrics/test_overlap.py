@@ -76,7 +76,7 @@ def test_a_missing_package_is_named(monkeypatch):
         monkeypatch.setattr(
             extras, "find_spec", lambda name, gone=package: None if name == gone else object()
         )
-        text._bleu.cache_clear()
+        text.bleu_of.cache_clear()
         text._rouge.cache_clear()
         with pytest.raises(UsageError, match=what) as caught:
             ask()

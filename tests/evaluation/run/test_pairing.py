@@ -7,8 +7,8 @@ import pytest
 from kvtool.evaluation.metrics.summary import LINKS
 from kvtool.evaluation.run.collect import Measured, summarise
 from kvtool.evaluation.run.index import compared_results
+from kvtool.evaluation.tasks.fidelity import Reconstruct
 from kvtool.evaluation.tasks.perplexity import Perplexity
-from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from tests.evaluation.run.test_collect import COST, Match, record
 
 TASK = Match(name="a")

@@ -17,8 +17,8 @@ from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.run.store import Store
 from kvtool.evaluation.samples.sample import token_counter
+from kvtool.evaluation.tasks.fidelity import Reconstruct
 from kvtool.evaluation.tasks.niah import Needle
-from kvtool.evaluation.tasks.reconstruct import Reconstruct
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.load import load
 from tests.evaluation.echo import Echo
@@ -39,7 +39,7 @@ def jobs(loaded):
 
 
 def begin(store, loaded, jobs) -> Run:
-    return Run.begin(
+    run = Run.plan(
         store,
         name="run",
         argv=[],
@@ -49,6 +49,8 @@ def begin(store, loaded, jobs) -> Run:
         protocol=Protocol(),
         gates=[],
     )
+    run.start()
+    return run
 
 
 def left(store, loaded, jobs) -> int:
@@ -130,7 +132,7 @@ def put(*way, value):
         ("niah.jsonl", lambda line: "9" * 5000, "a number of 5000 digits"),
         ("niah.jsonl", lambda line: '{"key": "a"}', "configuration: is required"),
         ("niah.jsonl", put("cost", value=[1]), "cost: must be a mapping, got a list"),
-        ("niah.jsonl", put("cost", "kv_bytes", value=None), "cost: has bytes that are null"),
+        ("niah.jsonl", put("cost", "kv_bytes", value=None), "cost: has no kv_bytes, and not all"),
         ("niah.jsonl", put("cost", "decode_s", value=-1), "cost.decode_s: must be at least 0"),
         ("niah.jsonl", put("scores", "em", value=1e200), "scores.em: must be at most"),
         ("niah.jsonl", put("id", value="\ud800"), "half of a surrogate pair"),
@@ -142,7 +144,7 @@ def put(*way, value):
         ("samples.json", put("protocol", "new", value=1), "samples.json` is damaged: protocol.new"),
         ("samples.json", put("tasks", 0, "settings", "depths", value=0), "damaged: niah: depths"),
         ("samples.json", put("tasks", 0, "settings", "name", value=[1]), None),
-        ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: no task `nniah`"),
+        ("samples.json", put("tasks", 0, "task", value="nniah"), "damaged: nniah: no task `nniah`"),
         ("samples.json", put("variants", 0, "name", value="../full"), "it calls `full` `../full`"),
         (
             "results.json",

@@ -130,17 +130,17 @@ def test_one_json_value_is_read_whole(tmp_path):
 
 def test_a_file_that_cannot_be_read_is_told_in_one_line(tmp_path):
     for name, content, message in [
-        ("a.jsonl", b'{"a": 1}\n{"a": \n', "`.*a.jsonl` line 2 is not JSON: Expecting value"),
-        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "line 3 is no JSON object"),
-        ("a.jsonl", b'{"a": 1}\n"\xff"\n', "line 2 is not UTF-8: byte 0xff"),
-        ("a.json", b'[{"a": 1},\n {"a" 1}]', "line 2 is not JSON"),
-        ("a.json", b'[{"a": 1}, 2]', "entry 2 of the list is no JSON object"),
-        ("a.json", b'{"a": 1}\n{"a": }\n', "line 2 is not JSON"),
-        ("a.csv", b"a,b\n1,2\n1\n", "line 3 has another number of fields"),
-        ("a.csv", b'a,b\n1,"2\n', "is not CSV"),
-        ("a.txt", b"one\ntwo \xe9", "line 2 is not UTF-8: byte 0xe9"),
-        ("a.parquet", b"text", "`.*a.parquet` is not Parquet"),
-        ("a.arrow", b"text", "`.*a.arrow` is not an Arrow stream"),
+        ("a.jsonl", b'{"a": 1}\n{"a": \n', "`.*a.jsonl`: line 2: Expecting value"),
+        ("a.jsonl", b'{"a": 1}\n\n[1]\n', "entry 2 is no JSON object"),
+        ("a.jsonl", b'{"a": 1}\n"\xff"\n', "line 2: 'utf-8' codec can't decode byte 0xff"),
+        ("a.json", b'[{"a": 1},\n {"a" 1}]', "Expecting ':' delimiter: line 2"),
+        ("a.json", b'[{"a": 1}, 2]', "entry 2 is no JSON object"),
+        ("a.json", b'{"a": 1}\n{"a": }\n', "line 2: Expecting value"),
+        ("a.csv", b"a,b\n1,2\n1\n", "row 2 has another number of fields"),
+        ("a.csv", b'a,b\n1,"2\n', "unexpected end of data"),
+        ("a.txt", b"one\ntwo \xe9", "can't decode byte 0xe9"),
+        ("a.parquet", b"text", "cannot read `.*a.parquet`"),
+        ("a.arrow", b"text", "cannot read `.*a.arrow`"),
         ("a.jsonl", b"\n", "t: `a.jsonl` is empty"),
         ("a.txt", b" \n", "t: `a.txt` is empty"),
         ("a.tsv", b"a\tb", r"ends in no known format"),
@@ -157,7 +157,7 @@ def test_a_missing_file_suggests_its_neighbour(folder):
     assert caught.value.hint == "did you mean `qasper.jsonl`?"
     with pytest.raises(UsageError, match=r"folder `.*nowhere` does not exist"):
         read_rows(data(folder / "nowhere" / "a.jsonl"), task="t")
-    with pytest.raises(UsageError, match="is a folder, not a file"):
+    with pytest.raises(UsageError, match="it is a folder"):
         read_json(data(folder), task="t")
 
 
@@ -168,7 +168,7 @@ def test_a_folder_without_the_task_says_what_it_has(folder):
 
 
 def test_a_missing_column_is_named_with_those_there_are(folder):
-    expected = "`qasper.jsonl` lacks column `input`; it has: context, answers, length"
+    expected = "`qasper.jsonl` row 1 lacks column `input`; there are: context, answers, length"
     with pytest.raises(KvtoolError) as caught:
         read_rows(data(folder), ["context", "input"], task="longbench/qasper")
     assert str(caught.value) == expected
@@ -199,7 +199,7 @@ def test_a_named_column_goes_before_any_other(tmp_path):
     with pytest.raises(UsageError, match=r"the text column of `a.jsonl` may be any of text, chap"):
         documents(data(tmp_path / "a.jsonl"), task="ppl")
     wrong = Data(path=str(tmp_path / "a.jsonl"), field="boddy")
-    with pytest.raises(UsageError, match="has no column `boddy`; it has: text, chapter, body"):
+    with pytest.raises(UsageError, match="is not `boddy`"):
         documents(wrong, task="ppl")
 
 
@@ -217,8 +217,8 @@ def test_a_text_file_is_one_document_and_a_folder_many(tmp_path):
 def test_texts_that_are_none_are_refused(tmp_path):
     for rows, message in [
         ([{"title": "x"}], "the text column of `a.jsonl` is not known"),
-        ([{"text": ["x"]}], "column `text` of `a.jsonl` holds list, no text"),
-        ([{"text": ""}, {"text": None}], "column `text` of `a.jsonl` has no text in any row"),
+        ([{"text": ["x"]}], "column `text` of `a.jsonl` holds something else than text"),
+        ([{"text": ""}, {"text": None}], "column `text` of `a.jsonl` has no text"),
     ]:
         (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
         with pytest.raises(KvtoolError, match=message):

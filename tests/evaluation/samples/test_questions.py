@@ -46,9 +46,9 @@ def test_a_text_goes_before_a_letter():
 
 
 def test_options_without_the_answer_are_refused():
-    with pytest.raises(KvtoolError, match="row 3: none of its options is the answer `pink`"):
+    with pytest.raises(KvtoolError, match="row 3: the answer `pink` is none of 4 options"):
         option_answer("pink", OPTIONS, "row 3")
-    with pytest.raises(KvtoolError, match="row 3 has 2 options instead of 4"):
+    with pytest.raises(KvtoolError, match="is none of 4 options, there are 2"):
         option_answer("red", OPTIONS[:2], "row 3")
 
 

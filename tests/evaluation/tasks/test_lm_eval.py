@@ -459,7 +459,7 @@ def test_refuses_to_score_documents_that_have_changed(folder):
         ("needle_sad", {}, "has no task `needle_sad`", "did you mean `needle_said`"),
         ("needles", {}, "is a group of tasks", "lm-eval/needle_said,lm-eval/needle_chosen"),
         ("needle_unsafe", {}, "runs code that the model writes", None),
-        ("needle_seen", {}, "shows pictures or plays sound", None),
+        ("needle_seen", {}, "shows pictures", None),
         ("needle_said", {"include_path": "/no/such"}, "folder `/no/such` does not exist", None),
     ],
 )

@@ -118,13 +118,14 @@ def test_the_benchmarks_own_prompt_may_be_given(tmp_path):
 
 
 def test_prompts_that_do_not_fit_are_refused(tmp_path):
-    for text, message in [
-        (OFFICIAL.replace("$DOC$", ""), "must have `$DOC$` once, has it 0 times"),
-        (OFFICIAL.replace("Go.", "$Q$"), "must have `$Q$` once, has it 2 times"),
-        ("$Q$ " + OFFICIAL.replace("$Q$", ""), "the question stands before the text"),
-    ]:
+    for text in (
+        OFFICIAL.replace("$DOC$", ""),
+        OFFICIAL.replace("Go.", "$Q$"),
+        OFFICIAL.replace("Go.", "$DOC$"),
+        "$Q$ " + OFFICIAL.replace("$Q$", ""),
+    ):
         (tmp_path / "mine.txt").write_text(text)
-        with pytest.raises(UsageError, match=re.escape(message)):
+        with pytest.raises(UsageError, match=re.escape("must have `$DOC$`, and then `$Q$` and")):
             list(make(tmp_path, ROW, prompts=str(tmp_path / "mine.txt")).draw(WORDS))
     with pytest.raises(UsageError, match=r"prompts: no file `.*none\.txt`"):
         list(make(tmp_path, ROW, prompts=str(tmp_path / "none.txt")).draw(WORDS))
@@ -132,8 +133,8 @@ def test_prompts_that_do_not_fit_are_refused(tmp_path):
 
 def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
     for changes, message in [
-        ({"choice_D": "gone"}, "`data.json` lacks column `choice_D`"),
-        ({"difficulty": "gone"}, "`data.json` lacks column `difficulty`"),
+        ({"choice_D": "gone"}, "row 1 lacks column `choice_D`"),
+        ({"difficulty": "gone"}, "row 1 lacks column `difficulty`"),
         ({"context": None}, "row 1 lacks `context`"),
         ({"question": 7}, "row 1: `question` holds int, no text"),
         ({"answer": "E"}, "row 1: `answer` must be A, B, C or D, got `E`"),

@@ -12,9 +12,7 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.bench.bench import Bench
 from kvtool.evaluation.bench.meter import Meter, Peak
 from kvtool.evaluation.run.runner import draw_jobs
-from kvtool.evaluation.tasks.fidelity import FidelityTask
-from kvtool.evaluation.tasks.output_error import OutputError
-from kvtool.evaluation.tasks.reconstruct import Reconstruct
+from kvtool.evaluation.tasks.fidelity import FidelityTask, OutputError, Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
 from kvtool.generation.compiled import CompiledDecoding
 from tests.evaluation.variants import make_variants

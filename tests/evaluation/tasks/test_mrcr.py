@@ -110,9 +110,9 @@ def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
         ({"prompt": None}, "row 1 lacks `prompt`"),
         ({"prompt": "Hello"}, "`prompt` is no JSON list of messages with `role` and `content`"),
         ({"prompt": json.dumps([{"role": "user"}])}, "`prompt` is no JSON list of messages"),
-        ({"prompt": json.dumps(TALK[:4])}, "no conversation that a user begins and ends"),
-        ({"prompt": json.dumps(TALK[1:])}, "no conversation that a user begins and ends"),
-        ({"prompt": json.dumps(TALK[:1])}, "no conversation that a user begins and ends"),
+        ({"prompt": json.dumps(TALK[:4])}, "that a user begins and ends"),
+        ({"prompt": json.dumps(TALK[1:])}, "that a user begins and ends"),
+        ({"prompt": json.dumps(TALK[:1])}, "that a user begins and ends"),
         ({"answer": "Tapirs run."}, "`answer` does not begin with `aB3`"),
         ({"n_needles": "two"}, "`n_needles` is no number: `two`"),
     ]:

@@ -136,8 +136,8 @@ def test_problems_are_the_first_rows_and_samples_are_part_of_what_is_measured(tm
 
 def test_rows_of_another_form_are_refused_in_a_line(tmp_path):
     for name, row, message in [
-        ("gsm8k", {"text": "?", "answer": "#### 1"}, "lacks column `problem` or `question` or"),
-        ("gsm8k", {"question": "?"}, "lacks column `answer` or `Answer`; it has: question"),
+        ("gsm8k", {"text": "?", "answer": "#### 1"}, "lacks column `problem`; there are: text"),
+        ("gsm8k", {"question": "?"}, "lacks column `answer`; there are: question"),
         (
             "gsm8k",
             {"question": "?", "answer": "about 18"},

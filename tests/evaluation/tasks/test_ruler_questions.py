@@ -135,7 +135,7 @@ def test_refuses_what_the_file_cannot_give(files):
 def test_refuses_files_without_an_answer_or_support(tmp_path):
     file = tmp_path / "qa.json"
     file.write_text('{"data": []}')
-    with pytest.raises(KvtoolError, match="has no question with an answer"):
+    with pytest.raises(KvtoolError, match="has only 0 questions with an answer"):
         draw("ruler/qa_1", WORDS, samples=1, data=str(file))
     rows = hotpot()[:1]
     rows[0]["supporting_facts"] = [["Elsewhere", 0]]

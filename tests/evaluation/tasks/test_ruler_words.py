@@ -9,8 +9,8 @@ import pytest
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.samples.sample import TokenCounter
-from kvtool.evaluation.tasks import ruler_words
-from kvtool.evaluation.tasks.ruler_words import draw_words, frequencies
+from kvtool.evaluation.tasks import ruler
+from kvtool.evaluation.tasks.ruler import draw_words, frequencies
 from kvtool.models.reference.vocabulary import NOUNS
 from tests.evaluation.tasks.drawing import check_drawing, check_fill, draw, make, score
 from tests.evaluation.tokenizers import COUNTERS, REFERENCE, WORDS
@@ -95,7 +95,7 @@ def test_words_are_never_part_of_one_another():
 
 
 def test_refuses_more_words_than_there_are(monkeypatch):
-    monkeypatch.setattr(ruler_words, "_SYLLABLES", ["ba", "de", "fi"])  # 27 made-up words at most
+    monkeypatch.setattr(ruler, "_SYLLABLES", ["ba", "de", "fi"])  # 27 made-up words at most
     with pytest.raises(KvtoolError, match="200 made-up words are more than the 2"):
         draw_words(np.random.default_rng(0), 454)
 

@@ -56,7 +56,7 @@ def test_what_is_refused(base, reason, hint, codec):
 @pytest.mark.parametrize("bits", [3, 0, 16])
 @pytest.mark.parametrize("side", ["keys", "values"])
 def test_bits_that_there_are_none_of(side, bits):
-    with pytest.raises(UsageError, match=f"int: {side} must have 4 or 8 bits, got {bits}"):
+    with pytest.raises(UsageError, match=f"int: {side} must be 4 or 8, got {bits}"):
         parse_policy(f"h2o+int({side}={bits})")
 
 

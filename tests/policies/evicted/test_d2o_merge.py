@@ -12,6 +12,7 @@ from kvtool.policies.evicted.d2o_merge import (
     merge_one,
     nearest_kept,
     next_threshold,
+    unit_keys,
 )
 from kvtool.policies.evicted.eviction import Eviction
 
@@ -72,7 +73,7 @@ def test_worked_prompt():
     # weights e / (e + e^.8) = .549834 and .450166
     evicted = [[0.8, 0.6], [0.6, 0.8], [-1.0, 0.0]]
     similarity, target = nearest_kept(
-        one_head(evicted), one_head(KEPT), torch.tensor([[[0, 1]]], dtype=torch.int32)
+        one_head(evicted), unit_keys(one_head(KEPT)), torch.tensor([[[0, 1]]], dtype=torch.int32)
     )
     torch.testing.assert_close(similarity, torch.tensor([[[0.8, 0.8, 0.0]]]))
     assert target.tolist() == [[[0, 1, 1]]]
@@ -129,7 +130,7 @@ def test_a_head_that_loses_nothing_keeps_its_threshold():
 def test_ties_go_to_the_lower_position_wherever_it_lies():
     kept = one_head([[0.0, 1.0], [2.0, 0.0], [3.0, 0.0], [1.0, 0.0]])
     positions = torch.tensor([[[3, 9, 5, -1]]], dtype=torch.int32)
-    _, target = nearest_kept(one_head([[1.0, 0.0]]), kept, positions)
+    _, target = nearest_kept(one_head([[1.0, 0.0]]), unit_keys(kept), positions)
     assert target.item() == 2  # 5 is before 9, and the last slot is empty
 
 

@@ -13,7 +13,7 @@ from kvtool.policies.policy import Policy
 from kvtool.policies.read.quest import Quest
 from tests.cache.test_oracle import Run, follow
 from tests.models_for_tests import anchored_model, family_model, peaky_model, prompt, random_ids
-from tests.policies.pace.test_every import rows_are_the_rows_alone
+from tests.policies.test_every import rows_are_the_rows_alone
 from tests.reference.policies import VotesAgain, build
 from tests.tiers import first
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import types
 import weakref
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, TypeVar
 
 from transformers import PreTrainedModel
 
 from kvtool.errors import KvtoolError
 
+Kind = TypeVar("Kind", bound="Replacement")
 
-class StandIn:
+
+class Replacement:
     """Replaces a method on a model; subclasses say which, and what a call of it does.
 
     Attributes:
@@ -51,14 +53,14 @@ class StandIn:
         return self.replaced or types.MethodType(getattr(type(self.model), self.method), self.model)
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Self | None:
-        """Return what stands in on a model, None if nothing does."""
+    def of(cls: type[Kind], model: PreTrainedModel) -> Kind | None:
+        """Return the replacement on a model, None if there is none."""
         found = vars(model).get(cls.method)
         return found if isinstance(found, cls) else None
 
     @classmethod
     def put_on(cls, model: PreTrainedModel) -> None:
-        """Stand in for a model's method, if it has one."""
+        """Replace a model's method, if it has one."""
         if hasattr(model, cls.method):
             setattr(model, cls.method, cls(model))
 
