@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.profile import ProfileSettings, request_of
@@ -23,7 +22,6 @@ _IN_A_FILE = {"key_basis": "key bases", "query_centres": "centres of queries"}
 
 def profile(options: ProfileSettings, terminal: Terminal) -> None:
     """Measure how each layer uses its cache: what plan-budget makes budgets of."""
-    options = _with_defaults(options)
     check_alone("profile")
     _check_paths(options, terminal)
     request = _read_request(options)
@@ -37,16 +35,6 @@ def profile(options: ProfileSettings, terminal: Terminal) -> None:
     source, watcher = options.source(), TerminalWatcher(terminal)
     profiled = run_profile(request, source, heads_path=options.heads_path, watcher=watcher)
     _write(profiled, options, terminal)
-
-
-def _with_defaults(options: ProfileSettings) -> ProfileSettings:
-    return replace(
-        options,
-        dtype=options.dtype or "auto",
-        device=options.device or "auto",
-        attn_implementation=options.attn_implementation or "auto",
-        seed=options.seed or 0,
-    )
 
 
 def _write(profiled: Profiled, options: ProfileSettings, terminal: Terminal) -> None:
@@ -85,7 +73,7 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
     settings: dict[str, Any] = {
         "model": options.model or REFERENCE,
         "revision": options.revision,
-        "dtype": options.dtype,
+        "dtype": options.dtype or "auto",
         "metrics": [*plan.metrics, *(["memory"] if plan.memory else [])],
     }
     if plan.metrics:
@@ -94,7 +82,7 @@ def _configuration(options: ProfileSettings, request: ProfileRequest) -> dict[st
             "samples": options.samples,
             "tokens": request.tokens,
             "decode": plan.steps,
-            "seed": options.seed,
+            "seed": options.seed or 0,
         }
     if options.memory_there is not None:
         from kvtool.calls.fitting import estimate_text
