@@ -7,23 +7,11 @@ import json
 from typing import Any
 
 _VOLATILE = {
-    "_attn_implementation",
-    "_attn_implementation_internal",
-    "_commit_hash",
-    "_experts_implementation",
-    "_name_or_path",
-    "architectures",
-    "attn_implementation",
-    "auto_map",
-    "dtype",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "quantization_config",
-    "return_dict",
-    "torch_dtype",
+    *("_attn_implementation", "_attn_implementation_internal", "attn_implementation"),
+    *("_commit_hash", "_experts_implementation", "_name_or_path", "name_or_path"),
+    *("architectures", "auto_map", "dtype", "torch_dtype", "quantization_config"),
+    *("output_attentions", "output_hidden_states", "return_dict", "use_cache"),
     "transformers_version",
-    "use_cache",
 }
 
 

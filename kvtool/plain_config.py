@@ -16,16 +16,9 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "hidden_act": (str,),
-    "initializer_range": (float,),
-    "rms_norm_eps": (float,),
-    "attention_dropout": (float,),
-    "attention_bias": (bool,),
-    "mlp_bias": (bool,),
-    "tie_word_embeddings": (bool,),
-    "use_sliding_window": (bool,),
-}
+_FLOATS = ("initializer_range", "rms_norm_eps", "attention_dropout")
+_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window")
+_KINDS = dict.fromkeys(_FLOATS, float) | dict.fromkeys(_FLAGS, bool) | {"hidden_act": str}
 _NOT_COMPUTED = ("architectures", "transformers_version", "use_cache", "dtype", "torch_dtype")
 _ROPE = ("rope_parameters", "rope_theta", "rope_scaling")
 _ROPES = {
@@ -155,7 +148,7 @@ def _plain_values(entries: Mapping[str, Any]) -> bool:
             optional = name in ("sliding_window", "head_dim") and value is None
             if not optional and (type(value) is not int or value < 1):
                 return False
-        elif name in _KINDS and type(value) not in _KINDS[name]:
+        elif name in _KINDS and type(value) is not _KINDS[name]:
             return False
     return 0 <= entries["initializer_range"] <= 1
 
@@ -183,11 +176,9 @@ def _rope(data: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _is_llama3(rope: Mapping[str, Any]) -> bool:
     """Return whether transformers takes these numbers without a word."""
-    floats = all(type(rope[name]) is float for name in _ROPES["llama3"][2:])
-    whole = type(rope["original_max_position_embeddings"]) is int
     return (
-        floats
-        and whole
+        all(type(rope[name]) is float for name in _ROPES["llama3"][2:])
+        and type(rope["original_max_position_embeddings"]) is int
         and rope["factor"] >= 1
-        and (rope["low_freq_factor"] < rope["high_freq_factor"])
+        and rope["low_freq_factor"] < rope["high_freq_factor"]
     )

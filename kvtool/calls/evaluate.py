@@ -190,8 +190,8 @@ def _compared(
     """Return what is compared, by a recipe or plan and the settings over it."""
     flags = flags_of(settings)
     flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
-    flags.set("--policy", policies, "policy")
-    flags.set("--budget", budgets, "budget")
+    for name, value in (("policy", policies), ("budget", budgets)):
+        flags.set(f"--{name}", value, name)
     values = {name: getattr(settings, name) for name in _TASK_SETTINGS}
     return read_comparison(
         source,

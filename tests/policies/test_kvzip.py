@@ -328,7 +328,9 @@ def test_scores_that_cannot_go_by_a_repetition_are_refused():
     @dataclass(frozen=True)
     class Other(Score):
         name, paper, evidence, when = "other", "-", Evidence.REPETITION, "always"
-        importance = parse_policy("kvzip").score.importance
+
+        def importance(self, state, view, rows):
+            return view.positions.float()
 
     with pytest.raises(UsageError, match="so it can cut prompts only, not always"):
         Policy(Other())
