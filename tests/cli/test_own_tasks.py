@@ -104,9 +104,9 @@ def test_a_recipe_does_not_name_code(kvtool, module):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my_tasks:Lost", "task `my_tasks:Lost`: `Lost` is not there"),
-        ("my_tasks:Sample", "`Sample` is no class under Task"),
-        ("my_tasks:Halfway", "`Halfway` lacks draw, score_answer"),
+        ("my_tasks:Lost", "module `my_tasks` has no class `Lost`"),
+        ("my_tasks:Sample", "task `my_tasks:Sample` is no class under Task"),
+        ("my_tasks:Halfway", "task `my_tasks:Halfway` lacks draw, score_answer"),
         ("no_such_module:Task", "no module named `no_such_module`"),
         ("my tasks:Last", "cannot read `my tasks:Last` as a task"),
     ],

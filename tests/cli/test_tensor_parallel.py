@@ -76,7 +76,10 @@ def test_several_processes_do_not_do_the_same(kvtool, second_of_three, command):
             ("--device", "cpu"),
             "--tensor-parallel takes a device for each process, not --device cpu",
         ),
-        (("--save", "x.safetensors"), "--tensor-parallel excludes --save: a cache file holds all"),
+        (
+            ("--save", "x.safetensors"),
+            "--tensor-parallel excludes --save: each process has its own",
+        ),
     ],
 )
 def test_what_tensor_parallelism_excludes_is_told(kvtool, flags, message):
