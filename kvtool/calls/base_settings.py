@@ -132,6 +132,15 @@ class DeviceSettings(ModelSettings):
         named = self.device not in (None, "auto") or self.device_map is not None
         return self.dry_run and self.memory_there is not None and not named
 
+    @property
+    def planned_device(self) -> str:
+        """The device that a run is for: one of this machine, or a GPU elsewhere."""
+        from kvtool.models.placement import resolve_device
+
+        if self.loaded is not None:
+            return str(self.loaded.model.device)
+        return resolve_device(self.device or "auto", self.device_map, elsewhere=self.elsewhere)
+
     def check_memory(self, *, used: bool) -> None:
         """Refuse a memory that nothing is planned in.
 

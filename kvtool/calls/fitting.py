@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import DeviceSettings
-from kvtool.calls.request import Request, planned_device
-from kvtool.calls.settings import GenerationSettings, PromptSettings
 from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import KvtoolError, UsageError
@@ -30,6 +28,8 @@ from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.calls.plan_settings import PlanSettings
+    from kvtool.calls.request import Request
+    from kvtool.calls.settings import PromptSettings
     from kvtool.documents.memory import ModelShape
     from kvtool.documents.messages import Turns
     from kvtool.model_shape import LayerShape
@@ -65,7 +65,7 @@ def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
     Raises:
         KvtoolError: a configuration that cannot be read.
     """
-    device = planned_device(settings)
+    device = settings.planned_device
     dtype, config = resolve_dtype(settings.dtype or "auto", device), settings.source().config()
     run = Run(config, dtype, FULL_CACHE, Text(prompt, new), device=device)
     return _estimate(settings, run, only_weights=True)
@@ -105,7 +105,7 @@ def _run_of(
     """Return what is known of a call before its weights; its memory and weights are not yet."""
     from kvtool.models.folder import Unreachable
 
-    device, source = planned_device(settings), settings.source()
+    device, source = settings.planned_device, settings.source()
     dtype = resolve_dtype(settings.dtype or "auto", device)
     if source.loaded is not None:
         dtype = source.dtype
@@ -191,7 +191,7 @@ def _prompt_tokens(
         said.append(frame.message(turn.text) + (given or frame.closing))
     text = (frame.next or "\n").join(said)
     text += frame.closing if closed and turns is None and said else ""
-    path = settings.cache_path if isinstance(settings, GenerationSettings) else None
+    path = getattr(settings, "cache_path", None)
     if path is None:
         ids = tokenizer(frame.opening + text, add_special_tokens=frame.special)["input_ids"]
         return len(ids)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.base_settings import DeviceSettings
 from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
 from kvtool.documents.memory import DeviceMemory
@@ -17,7 +16,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.notes import handful_note
-from kvtool.models.placement import free_memory, resolve_device, resolve_dtype
+from kvtool.models.placement import free_memory, resolve_dtype
 from kvtool.planning.bytes import Text, check_dims
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.plan_in_use import check_free, check_plan, check_run
@@ -135,7 +134,7 @@ def read_prefill(text: str | None) -> str:
 
 def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
     """Return what a dry run prints."""
-    device = planned_device(settings)
+    device = settings.planned_device
     names = ("device_map", "quantize")
     given = {name: getattr(settings, name) for name in names}
     return {
@@ -152,14 +151,6 @@ def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
         "prompt_characters": None if request.prompt is None else len(request.prompt),
         **settings.as_shown(),
     }
-
-
-def planned_device(settings: DeviceSettings) -> str:
-    """Return the device that a run is for: one of this machine, or a GPU elsewhere."""
-    if settings.loaded is not None:
-        return str(settings.loaded.model.device)
-    given = settings.device or "auto", settings.device_map
-    return resolve_device(*given, elsewhere=settings.elsewhere)
 
 
 def spell_budget(budget: Budget | None) -> int | str | None:
@@ -250,7 +241,7 @@ def _note_free(settings: CachedSettings, plan: PlanDocument, watcher: Watcher) -
     if plan.device is None or settings.loaded is not None:
         return
     spread = bool(settings.device_map or settings.tensor_parallel)
-    place, free = planned_device(settings), settings.memory_there
+    place, free = settings.planned_device, settings.memory_there
     if free is None:
         place, free = free_memory(place, spread=spread)
     watcher.note_any(check_free(plan, place, free, strict=settings.strict))
@@ -274,7 +265,7 @@ def _run_dtype(settings: CachedSettings, config: Any) -> str:
     """Return the dtype that the model will run in here."""
     if settings.loaded is not None:
         return str(settings.loaded.model.dtype).removeprefix("torch.")
-    device = planned_device(settings)
+    device = settings.planned_device
     return stored_dtype(config, resolve_dtype(settings.dtype or "auto", device))
 
 

@@ -146,7 +146,7 @@ def _check_docstrings() -> None:
 
 
 def _explain(error: Exception) -> KvtoolError:
-    """Return the mistake behind an exception; of one that nobody foresaw, what and where it is."""
+    """Return the mistake behind an exception; of an unforeseen one, what and where it is."""
     if isinstance(error, KvtoolError):
         return error
     if isinstance(error, typer.TyperException):

@@ -74,7 +74,7 @@ def reason(error: ValueError) -> str:
 
 
 def problem_of(mark: Mark, error: ValueError) -> Problem:
-    """Say what is wrong with a value that stands alone in a line, and where."""
+    """Say what is wrong with a value that has a line of its own, and where."""
     if isinstance(error, json.JSONDecodeError):
         mark = replace(mark, at=(mark.index or 0) + error.pos)
         return Problem(mark, (), f"is not JSON: {error.msg.lower()}")
