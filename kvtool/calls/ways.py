@@ -10,6 +10,7 @@ from kvtool.calls.plan_settings import PlanSettings
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.ways import Device, Way
 from kvtool.errors import UsageError
+from kvtool.model_shape import has_key_biases
 from kvtool.planning.bytes import Text
 from kvtool.planning.losses import Losses, packaged
 from kvtool.planning.machine import advice, remedies
@@ -151,7 +152,7 @@ def find_ways(
                 hint="--bytes SIZE plans for the cache alone",
             )
     room = Room(config, dtype, layers, text, size, memory, known, bits)
-    return WaysRun(settings, room, losses or packaged())
+    return WaysRun(settings, room, losses or packaged(key_biases=has_key_biases(config)))
 
 
 def _weights(settings: PlanSettings, config: Any, dtype: str) -> dict[Bits | None, int]:

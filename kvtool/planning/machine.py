@@ -8,10 +8,12 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from kvtool.documents.memory import DeviceMemory
 from kvtool.errors import UsageError
+from kvtool.model_shape import has_key_biases
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.held import largest
@@ -21,7 +23,7 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words
 
-_CODECS = ("int8", "int4")
+_CODECS = ("int8", "k8v4", "int4")
 
 
 @dataclass(frozen=True)
@@ -147,21 +149,27 @@ class Remedy:
 def remedies(run: Run, bits: Bits | None = None) -> list[Remedy]:
     """Find what would make a run fit: the fewest changes that do, and the largest budget.
 
-    Tried are weights and cache in fewer bits, and to read the prompt in blocks.
+    Tried are weights and cache in fewer bits, and to read the prompt in blocks. Where keys have
+    biases, keys in 4 bits are named only if nothing else does.
 
     Args:
         bits: of the weights as they are asked for.
     """
     found: list[Remedy] = []
-    fewest = 0
-    tried = sorted(_changes(run, bits), key=lambda change: len(change[0]))
-    for flags, changed, stored in tried:
-        if found and len(flags) > fewest:
+    fewest = False, 0
+    biased = has_key_biases(run.config)
+    tried = []
+    for flags, changed, stored in _changes(run, bits):
+        codec = changed.variant.policy.codec
+        coarse = biased and codec is not None and codec.key_bits < 8
+        tried.append(((coarse, len(flags)), flags, changed, stored))
+    for effort, flags, changed, stored in sorted(tried, key=itemgetter(0)):
+        if found and effort > fewest:
             break
         with_these = _needs(changed, stored)
         if with_these is not None and with_these.fits:
             found.append(Remedy(" ".join(flags), with_these))
-            fewest = len(flags)
+            fewest = effort
     smaller = budget_that_fits(run, bits)
     if smaller is not None:
         flag, changed = f"-b {smaller}", _with_budget(run, smaller)
