@@ -23,6 +23,15 @@ SLIDING = ("sliding_attention", "hybrid_sliding", "chunked_attention")
 RECURRENT = ("linear_attention", "conv", "mamba", "recurrent", "hybrid", "hybrid_sliding")
 """Kinds of layers that carry the state of a recurrence, beside slots or in place of them."""
 
+_KEY_BIASES = ("attention_bias", "qkv_bias", "use_qkv_bias", "use_bias", "enable_bias", "bias")
+"""Entries that say whether keys have a bias; those in front are of attention alone."""
+
+_ALWAYS_BIASED = (
+    *("qwen2", "qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "glm4v_text", "phi"),
+    *("gpt2", "gpt_bigcode", "bloom", "persimmon", "biogpt", "xglm"),
+)
+"""Families whose keys have biases, whatever their entries say."""
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -133,6 +142,14 @@ def trained_length(config: Any) -> int | None:
 def stores_latents(config: Any) -> bool:
     """Say whether a layer stores what all its heads share, in place of keys and values (MLA)."""
     return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+
+
+def has_key_biases(config: Any) -> bool:
+    """Say whether a bias is added to keys, by a `PlainConfig` or a transformers configuration."""
+    text = config.get_text_config(decoder=True)
+    entries = text.to_dict()
+    found = next((entries[name] for name in _KEY_BIASES if entries.get(name) is not None), False)
+    return bool(found) or text.model_type in _ALWAYS_BIASED
 
 
 def _fact(config: Any, name: str, kind: str) -> Any:

@@ -1,7 +1,9 @@
 """What is read from a configuration is what a tiny model of it hands to its cache."""
 
 import contextlib
+import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -13,7 +15,9 @@ import kvtool
 from kvtool.cache.hooks.families import check_supported
 from kvtool.documents.memory import ModelShape
 from kvtool.errors import KvtoolWarning
-from kvtool.model_shape import LayerShape, layer_shapes, stored_dtype
+from kvtool.model_shape import LayerShape, has_key_biases, layer_shapes, stored_dtype
+from kvtool.plain_config import plain_config
+from tests.models.published import LLAMA_3, QWEN_25_CODER
 from tests.models.tiny import families, tiny_config
 from tests.models_for_tests import BASE, DEEPSEEK, EXPERTS, FAMILIES, GEMMA, HYBRID, family_model
 
@@ -63,6 +67,42 @@ def test_shapes_are_those_that_the_cache_receives(name):
     assert told == tensors
     assert shapes[len(tensors) :] == [None] * (model.config.num_hidden_layers - len(tensors))
     assert {shape.heads for shape in shapes if shape} == {4}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", [*FAMILIES, *OTHERS])
+def test_keys_have_biases_where_a_parameter_says_so(name):
+    model = tiny_model(name)
+    of_keys = r"(k_proj|c_attn|query_key_value|qkv_proj|kv_a_proj_with_mqa)\.bias$"
+    found = any(re.search(of_keys, each) for each, _ in model.named_parameters())
+    assert has_key_biases(model.config) == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "biased"),
+    [
+        ("llama", {"attention_bias": True}, True),
+        ("qwen2_moe", {}, True),
+        ("qwen2_moe", {"qkv_bias": False}, False),
+        *((kind, {}, True) for kind in ("qwen2_vl", "qwen2_5_vl", "qwen2_audio", "glm4v", "phi")),
+        ("starcoder2", {}, True),
+        ("starcoder2", {"use_bias": False}, False),
+        ("nemotron_h", {"use_bias": True}, False),  # of its recurrence
+        ("llama4", {}, False),  # its image tower has biases
+    ],
+)
+def test_an_entry_or_the_family_says_that_keys_have_biases(kind, changes, biased):
+    assert has_key_biases(AutoConfig.for_model(kind, **changes)) is biased
+
+
+@pytest.mark.parametrize("published", [LLAMA_3, LLAMA_3 | {"attention_bias": True}, QWEN_25_CODER])
+def test_a_plain_configuration_says_the_same_of_biases(published):
+    config, kind = plain_config(published), published["model_type"]
+    assert config is not None
+    biased = kind == "qwen2" or published["attention_bias"]
+    assert has_key_biases(config) is biased
+    read = AutoConfig.for_model(**copy.deepcopy(published))  # which changes the rotations given
+    assert has_key_biases(read) is biased
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from kvtool.calls.base_settings import DeviceSettings
 from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.documents.plan import Device, PlanDocument, Way
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.model_shape import has_key_biases
 from kvtool.models.placement import (
     resolve_dtype,
     weight_bytes,
@@ -314,7 +315,7 @@ def planned_run(
                 hint="--bytes SIZE plans for the cache alone",
             )
     run = Run(config, dtype, FULL_CACHE, text, known, memory, bits=bits, size=size)
-    return PlannedRun(settings, run, losses or packaged())
+    return PlannedRun(settings, run, losses or packaged(key_biases=has_key_biases(config)))
 
 
 def _weights(settings: PlanSettings, config: Any, dtype: str) -> dict[Bits | None, int]:

@@ -15,7 +15,7 @@ from kvtool.calls.base_settings import at_least
 from kvtool.calls.from_python import UNSAID, check_keywords, checked, keywords_of, takes
 from kvtool.calls.plan_settings import PlanSettings, policy_to_plan
 from kvtool.errors import UsageError
-from kvtool.model_shape import DTYPE_BYTES, layer_shapes
+from kvtool.model_shape import DTYPE_BYTES, has_key_biases, layer_shapes
 from kvtool.models.folder import REFERENCE, check_folder
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.split_facts import BudgetCurves, default_allocator, read_curves
@@ -373,7 +373,8 @@ def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
     """Choose the policy and its budget by what was measured."""
     from kvtool.planning.recommend import Place, recommend
 
-    place = Place(run.model.shape, run.target, run.profile, run.model.layers)
+    biased = run.model.config is not None and has_key_biases(run.model.config)
+    place = Place(run.model.shape, run.target, run.profile, run.model.layers, biased)
     found = recommend(results, place)
     return replace(
         run,

@@ -16,7 +16,7 @@ from typing import Any
 from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.plan import Prefill
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape, layer_shapes
+from kvtool.model_shape import LayerShape, has_key_biases, layer_shapes
 from kvtool.planning.budgets import even_budgets, tokens_for_bytes
 from kvtool.planning.bytes import Forecast, Text, forecast
 from kvtool.planning.estimate import estimate_memory
@@ -29,7 +29,7 @@ from kvtool.sizes import DEFAULT_TOKENS, LONG_PROMPT, Budget, bytes_in_words
 
 PREFILLS: tuple[Prefill, ...] = ("block", "full")
 
-_CODECS = (None, "int8", "int4")
+_CODECS = (None, "int8", "k8v4", "int4")
 _FINE, _COARSE = 2**10, 2**20  # bytes that a small and a large budget are rounded down to
 _LARGE = 64 * _COARSE
 
@@ -240,15 +240,22 @@ class Run:
 def remedies(run: Run) -> list[tuple[str, Needs]]:
     """Find what would make a run fit: the fewest changes that do, and the largest budget.
 
-    Tried are weights and cache in fewer bits, and to read the prompt in blocks.
+    Tried are weights and cache in fewer bits, and to read the prompt in blocks. Where keys have
+    biases, keys in 4 bits are named only if nothing else does.
 
     Returns:
         The flags of each, such as `--quantize 4bit`, and what the run then takes.
     """
     found: list[tuple[str, Needs]] = []
-    fewest = 0
-    for flags, changed in sorted(_changes(run), key=lambda change: len(change[0])):
-        if found and len(flags) > fewest:
+    fewest = False, 0
+    biased = has_key_biases(run.config)
+
+    def effort(change: tuple[list[str], Run]) -> tuple[bool, int]:
+        codec = change[1].variant.policy.codec
+        return biased and codec is not None and codec.key_bits < 8, len(change[0])
+
+    for flags, changed in sorted(_changes(run), key=effort):
+        if found and effort((flags, changed)) > fewest:
             break
         try:
             needs = changed.needs()
@@ -256,7 +263,7 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
             continue
         if needs.fits:
             found.append((" ".join(flags), needs))
-            fewest = len(flags)
+            fewest = effort((flags, changed))
     smaller = run.most_as_it_is_read()
     if smaller is not None:
         found.append((f"-b {smaller}", run.under(Budget(tokens=smaller)).needs()))

@@ -4,13 +4,14 @@ A budget that was measured on prompts of one length is taken as a share of the p
 at the length to plan for is estimated, as for every plan. Of the variants that fit the best one is
 chosen (of equals, that of the smallest share), and the plan gives it all of the memory: no less
 than the share that was measured. The full cache is chosen where it fits, unless a variant is better
-than it on every task beyond the noise.
+than it on every task beyond the noise. Where keys have biases, keys in 4 bits come behind equals,
+and behind all others if another model was measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from kvtool.documents.memory import ModelShape
@@ -91,12 +92,14 @@ class Place:
         target: bytes and lengths.
         profile: of the model, which some allocators need.
         layers: what each layer of the model stores.
+        key_biases: whether its keys have biases.
     """
 
     model: ModelShape
     target: Target
     profile: ProfileDocument | None
     layers: Sequence[LayerShape | None]
+    key_biases: bool = False
 
     def plan(self, evidence: Evidence, *, share: bool) -> Planned:
         """Plan for a variant: its measured share of the prompt, or all of the memory.
@@ -143,7 +146,14 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
     whole = Fraction(1), place.target.prompt_tokens
     full = Evidence(variant, Policy(Full()), *whole, [])
     planned = place.plan(full, share=True)
-    best = max(fitting, key=lambda evidence: (evidence.gain, -evidence.share), default=None)
+    here = results.model.config_hash == place.model.config_hash
+
+    def rank(evidence: Evidence) -> tuple[bool, float, bool, Fraction]:
+        codec = evidence.policy.codec
+        fine = codec is None or codec.key_bits >= 8 or not place.key_biases
+        return fine or here, evidence.gain, fine, -evidence.share
+
+    best = max(fitting, key=rank, default=None)
     needed = planned.held
     if needed <= (place.target.bytes or 0) and not (best and best.beats_full):
         return Recommendation(full, planned, left_out, list(too_large))
@@ -167,7 +177,7 @@ def measured_losses(results: ResultsDocument) -> Losses:
         known, later = (_lost(gains[aware]) for aware in (True, False))
         points.append((str(evidence.policy), float(evidence.share), Loss(known, later)))
     source = f"measured in the results given, with `{results.model.id}`"
-    return of_points(source, points)
+    return replace(of_points(source, points), model=results.model.config_hash)
 
 
 def _lost(gains: Sequence[float]) -> float | None:

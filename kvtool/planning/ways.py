@@ -12,7 +12,8 @@ from math import ceil
 
 from kvtool.documents.plan import KINDS, Peaks, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
-from kvtool.model_shape import LayerShape
+from kvtool.identity import config_hash
+from kvtool.model_shape import LayerShape, has_key_biases
 from kvtool.planning.budgets import even_budgets
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.fit import PREFILLS, Run
@@ -43,14 +44,11 @@ def list_ways(run: Run, losses: Losses, spell: Spell) -> list[Way]:
     The loss of a way is the larger one of a question that is known and one that is asked later.
     Losses whose difference is within the noise count as equal: then what keeps more tokens comes
     first, then what keeps them in more bits. Of the ways that fit and keep nearly all tokens in the
-    same bits, only the best is listed, and none where all fit in these bits.
+    same bits, only the best is listed, and none where all fit in these bits. Where keys have
+    biases, keys in 4 bits come last: of their step, or of all if another model was measured.
     """
-    return sorted(_once(list(_ways(_Maker(run, losses, spell)))), key=_order)
-
-
-def _order(way: Way) -> tuple[bool, int, float, int, int]:
-    noise = int(way.loss.worse / NOISE)
-    return not way.fits, noise, -way.share, KINDS.index(way.kind), -way.key_bits - way.value_bits
+    maker = _Maker(run, losses, spell)
+    return sorted(_once(list(_ways(maker))), key=maker.order)
 
 
 def _once(ways: Sequence[Way]) -> list[Way]:
@@ -74,7 +72,7 @@ def _ways(maker: _Maker) -> Iterator[Way]:
         ways = [maker.some(base, codec) for codec in (None, *_BESIDE)]
         plain, eight, *four = ways
         yield from filter(None, (plain, eight))
-        yield from sorted(filter(None, four), key=_order)[:1]
+        yield from sorted(filter(None, four), key=maker.order)[:1]
     for reader in READERS:
         yield from filter(None, [maker.sparse(reader)])
 
@@ -86,6 +84,14 @@ class _Maker:
     run: Run
     losses: Losses
     spell: Spell
+
+    def order(self, way: Way) -> tuple[bool, bool, int, bool, float, int, int]:
+        """Return what sorts ways."""
+        config = self.run.config
+        coarse = way.key_bits < 8 and has_key_biases(config)
+        unknown = coarse and self.losses.model != config_hash(config)
+        noise, bits = int(way.loss.worse / NOISE), way.key_bits + way.value_bits
+        return not way.fits, unknown, noise, coarse, -way.share, KINDS.index(way.kind), -bits
 
     def lost_near_all(self, base: str) -> float:
         """Return what a policy loses where it keeps nearly everything."""

@@ -14,7 +14,7 @@ from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.fit import Needs, Run, advice, remedies
 from kvtool.planning.parameters import BITS, folder_bytes, weights_bytes
 from tests.evaluation.variants import make_variants
-from tests.models.published import LLAMA_3
+from tests.models.published import LLAMA_3, QWEN_25_CODER
 
 GIB = 2**30
 CONFIG = plain_config(LLAMA_3)
@@ -81,6 +81,23 @@ def test_what_would_fit_fits_and_what_does_not_is_not_named(policy, budget, memo
     assert found
     assert all(needs.fits for _, needs in found)
     assert "what would: " in advice(run.needs(), found)
+
+
+def test_where_keys_have_biases_4_bits_of_keys_are_the_last_remedy():
+    config = plain_config(QWEN_25_CODER)
+    text = Text(32768 - 128, 128, 1, config.vocab_size)
+    weights = {None: weights_bytes(config, "auto")}
+    run = replace(run_of("full", prefill="block"), config=config, text=text, weights=weights)
+    peak = {
+        codec: replace(run_of(f"full+{codec}", prefill="block"), config=config, text=text)
+        .needs()
+        .working
+        + weights[None]
+        for codec in ("int8", "k8v4", "int4")
+    }
+    for codec, named in (("int8", ["int8", "k8v4"]), ("k8v4", ["k8v4"]), ("int4", ["int4"])):
+        found = remedies(replace(run, memory=peak[codec]))
+        assert [each.flags for each in found] == [f"-p full+{each}" for each in named]
 
 
 def test_nothing_fits_into_no_memory():

@@ -64,6 +64,16 @@ def test_codecs_that_were_not_measured_lose_as_much_as_one_that_was():
     assert losses.of_codec("int2") is None
 
 
+def test_keys_in_4_bits_lose_what_a_model_with_biases_lost():
+    losses = packaged(key_biases=True)
+    assert losses.of_codec("int4") == Loss(1 - 0.61, pytest.approx(1 - 0.80))
+    assert losses.of_codec("int8") == losses.of_codec("fp8") == packaged().of_codec("int8")
+    assert losses.of_codec("k8v4") == packaged().of_codec("k8v4")
+    assert losses.source.startswith(packaged().source)
+    assert "Qwen2.5-Coder-0.5B" in losses.source
+    assert "Qwen2.5-Coder-0.5B" not in packaged().source
+
+
 def test_the_least_share_is_the_smallest_one_within_the_noise():
     assert packaged().least_share("quest") == 256 / PROMPT
     assert packaged().least_share("h2o") is None

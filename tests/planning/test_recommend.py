@@ -1,5 +1,7 @@
 """The best variant of a run for a given memory, over results that were made up."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvtool.documents.plan import PlanDocument, Target
@@ -86,6 +88,25 @@ def test_the_best_score_wins_and_of_equals_the_smallest_share():
     assert choose(gains, FULL_BYTES // 2).evidence.variant.name == "roco@64"
     gains[arm("streaming", 256)] = 0.03
     assert choose(gains, FULL_BYTES // 2).evidence.variant.name == "streaming@256"
+
+
+@pytest.mark.parametrize(
+    ("gain", "key_biases", "here", "chosen"),
+    [
+        (0.0, False, True, "full+int4"),  # of equals, the first
+        (0.0, True, True, "full+int8"),
+        (0.01, True, True, "full+int4"),
+        (0.01, True, False, "full+int8"),
+        (0.01, False, False, "full+int4"),
+    ],
+)
+def test_keys_in_4_bits_need_evidence_where_keys_have_biases(gain, key_biases, here, chosen):
+    gains = {arm("full+int4", None): gain, arm("full+int8", None): 0.0}
+    results = run_of(measured(gains), list(gains))
+    where = replace(place(FULL_BYTES * 9 // 10), key_biases=key_biases)
+    model = where.model.model_copy(update={"config_hash": results.model.config_hash})
+    where = replace(where, model=model) if here else where
+    assert str(recommend(results, where).evidence.policy) == chosen
 
 
 def test_scores_are_means_over_tasks_in_percent_of_the_full_cache():

@@ -1,17 +1,19 @@
 """Ways to run a model in a memory: what they hold, whether they fit, and in which order."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 import kvtool
 from kvtool.calls.plan import plan as make
 from kvtool.errors import UsageError
+from kvtool.identity import config_hash
 from kvtool.models.load import load
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.fit import Run
-from kvtool.planning.lost_answers import NOISE, packaged
+from kvtool.planning.lost_answers import NOISE, Loss, of_points, packaged
 from kvtool.planning.recommend import measured_losses
 from kvtool.planning.variants import FULL_CACHE, Variant
 from kvtool.planning.ways import NEARLY, list_ways
@@ -19,6 +21,7 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget
 from tests.models.bundled import shipped
 from tests.models.published import LLAMA_3 as LLAMA
+from tests.models.published import QWEN_25_CODER
 from tests.planning.bytes_table import NEW, PROMPT, held_by, plan_for
 from tests.planning.documents import shape
 from tests.planning.test_recommend import arm, measured, run_of
@@ -123,6 +126,52 @@ def test_ways_that_keep_nearly_everything_are_listed_once(llama):
 def test_policies_that_keep_nearly_everything_differ_by_less_than_the_noise():
     losses = packaged()
     assert max(losses.at(name, NEARLY).worse for name in losses.offered) < NOISE / 2
+
+
+def coarse(ways):
+    """Whether each way that fits has keys in 4 bits."""
+    return [way.key_bits < 8 for way in ways if way.fits]
+
+
+def test_where_keys_have_biases_keys_in_4_bits_come_last(llama, tmp_path):
+    """Those of Llama have none: `keydiff+int4` keeps more than `keydiff+int8`, and comes first."""
+    of_llama = coarse(ways_of(llama, bytes="4GiB").ways)
+    assert of_llama != sorted(of_llama)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_25_CODER))
+    for size in ("64MiB", "128MiB", "256MiB"):
+        document = ways_of(str(tmp_path), bytes=size, context="32K")
+        assert coarse(document.ways) == sorted(coarse(document.ways))
+    order = [way.policy for way in document.ways if way.fits]
+    assert order[:3] == ["full+int8", "full+fp8", "full+k8v4"]
+    assert order[-1] == "full+int4"
+    assert "keys of this model have biases" in document.ways_source
+    lost = by_name(document)["full+int4"].loss
+    assert (lost.known, lost.later) == (0.39, 0.20)
+    told = " ".join(document.table().split())
+    assert "full+int4 * " in told
+    assert "39% / 20%" in told
+    assert "where keys have biases as in Qwen2, up to 39% of the codes" in told
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"attention_bias": True}))
+    biased = coarse(ways_of(str(tmp_path), bytes="4GiB").ways)
+    assert biased == sorted(biased) != of_llama
+
+
+@pytest.mark.parametrize("measured_here", [True, False])
+def test_what_was_measured_of_a_model_with_biases_orders_its_ways(measured_here):
+    """Equals have 8 bits first; a measured gain of 4 bits counts where it is of this model."""
+    from kvtool.plain_config import plain_config
+
+    config = plain_config(QWEN_25_CODER)
+    room = Run(config, "bfloat16", FULL_CACHE, Text(1000), {}, None, size=2**30)
+    names = ("full+int8", "full+k8v4", "full+int4")
+    model = config_hash(config) if measured_here else "another"
+    for lost, better in (((0.01, 0.01, 0.0), False), ((0.2, 0.2, 0.0), True)):
+        points = [(name, 1.0, Loss(x, x)) for name, x in zip(names, lost, strict=True)]
+        losses = of_points("", points)
+        ways = list_ways(room, replace(losses, model=model), lambda policy, *_: str(policy))
+        order = [way.policy for way in ways]
+        first = order.index("full+int4") < order.index("full+int8")
+        assert first == (better and measured_here)
 
 
 def test_sparse_reading_fits_where_the_whole_cache_does(llama):
