@@ -263,7 +263,7 @@ def test_a_chat_of_100k_tokens_in_16_gib_is_what_its_plan_says(folder, monkeypat
     plan_words = shlex.split(with_local_model(plan_line).split(" | ")[0])[1:]
     assert main([*plan_words[: plan_words.index("-f")], "-f", "json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    way = next(each for each in plan["ways"] if each["policy"] == "full+int4")
+    way = next(each for each in plan["ways"] if each["policy"] == "full+k8v4")
     chat_words = shlex.split(with_local_model(chat_line))[1:]
     assert set(way["command"].split()[1:-1]) == set(chat_words[:-3])
     assert plan["target"]["context"] == 100 * 1024

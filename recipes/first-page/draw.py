@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parents[1] / "real-model" / "results"
 PANELS = {"known": "question known beforehand", "later": "question asked later"}  # by results file
 SERIES = {  # what the legend calls each line, and the policies whose points it joins
     "kvzip": ("kvzip",),
-    "full+int4, full+int8": ("full+int4", "full+int8"),
+    "full+int8, full+int4": ("full+int8", "full+int4"),
     "keydiff": ("keydiff",),
     "snapkv": ("snapkv",),
     "streaming": ("streaming",),

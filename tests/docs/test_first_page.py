@@ -13,6 +13,7 @@ import pytest
 from kvtool import parse_policy
 from kvtool.evaluation.run.index import read_results_file
 from kvtool.evaluation.verdict import between
+from kvtool.planning.lost_answers import BIASED_INT4
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "first-page"
@@ -155,6 +156,19 @@ def bits_in_less_memory(runs):
         assert not surely_above(runs[question, "kvzip", 256], int4)
 
 
+def test_bits_that_every_model_bears_come_first():
+    """And the row of 4 bits says what a model with biases on its keys loses."""
+    section = PAGE.split("## Which policy when")[1].split("\n## ")[0]
+    assert (
+        section.index("[`full+int8`]") < section.index("`full+k8v4`") < section.index("full+int4")
+    )
+    row = next(line for line in section.splitlines() if line.startswith("| [`full+int4`]"))
+    known, later = (round(100 * (1 - lost)) for lost in BIASED_INT4)
+    assert f"Qwen2.5-Coder-0.5B finds {known} % known and {later} % later" in row
+    assert "full+int4" not in "".join(re.findall(r"^kvtool generate .*", section, re.M))
+    assert re.search(r'alt="[^"]*keys have biases, such as Qwen2\.5, lose more in 4 bits', PAGE)
+
+
 def one_text_many_questions(runs):
     for budget in (256, 512):
         assert near_full(runs, "kvzip", "later", budget)
@@ -256,16 +270,21 @@ def test_the_perplexity_of_novels_is_as_said():
 def test_the_caption_has_these_results(drawing, found):
     page = " ".join(PAGE.split())
     numbers = re.search(
-        r"`full\+int4` keeps every token in 4 bits: (\d+) % of the memory, (\d+) % of the codes "
-        r"\(full cache: (\d+) %\).*with 256 of 1024 tokens, `snapkv` finds (\d+) % if the question "
+        r"`full\+int8` keeps every token in 8 bits: (\d+) % of the memory, (\d+) % of the codes "
+        r"\(full cache: (\d+) %\)\. `full\+int4` takes (\d+) % and finds (\d+) %, but "
+        r"Qwen2\.5-Coder-0\.5B, \S+ keys have biases\]\S+ finds (\d+) %\. .*"
+        r"with 256 of 1024 tokens, `snapkv` finds (\d+) % if the question "
         r"is known while it evicts, and (\d+) % if it comes later",
         page,
     )
-    share, int4, full, known, later = (int(number) for number in numbers.groups())
+    *of_bits, biased, known, later = (int(number) for number in numbers.groups())
+    share_8, int8, full, share_4, int4 = of_bits
     variants = found["known"]
-    held = drawing.held_bytes(variants["full+int4"]) / drawing.held_bytes(variants["full"])
-    assert share == round(100 * held)
-    assert int4 == 100 * variants["full+int4"]["value"]
+    for share, score, name in ((share_8, int8, "full+int8"), (share_4, int4, "full+int4")):
+        held = drawing.held_bytes(variants[name]) / drawing.held_bytes(variants["full"])
+        assert share == round(100 * held)
+        assert score == 100 * variants[name]["value"]
+    assert biased == round(100 * (1 - BIASED_INT4[0]))
     assert full == 100 * variants["full"]["value"]
     assert known == 100 * variants["snapkv@256"]["value"]
     assert later == 100 * found["later"]["snapkv@256"]["value"]
