@@ -55,7 +55,7 @@ class ServeSettings(CachedSettings):
     )
     prefill_chunk: int = flag(
         "--prefill-chunk=N",
-        "Read so many tokens of a prompt between two steps of the other answers.",
+        "Read this number of tokens of a prompt between two steps of the other answers.",
         min=1,
         default=512,
     )

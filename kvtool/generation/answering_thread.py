@@ -211,7 +211,7 @@ class LiveAnswers:
         return batches if reading is None else [*batches, [reading.job]]
 
     def end(self, why: Exception) -> int:
-        """End the thread after its step, tell all requests why, and return how many there were."""
+        """End the thread after its step and all requests with a reason; return their number."""
         with self._change:
             told = [*self._coming, *(job for jobs in self._in_flight() for job in jobs)]
             self._stopping = True
