@@ -17,6 +17,7 @@ from typing import BinaryIO
 from kvtool.errors import KvtoolError, UsageError, printable, quote
 
 _LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of what Linux takes
+_POINTER = b"version https://git-lfs"
 _ROOM = 16  # bytes of a temporary's name beside that of its file
 
 
@@ -69,6 +70,16 @@ def check_unicode(name: str, what: str) -> None:
     if name != printable(name):
         message = f"{what} {quote(name)} is not UTF-8"
         raise UsageError(message, hint="rename it, or link to it: ln -s OLD NEW")
+
+
+def check_downloaded(path: Path) -> None:
+    """Refuse a file in whose place Git LFS has put a pointer to it: `UsageError`."""
+    with contextlib.suppress(OSError), path.open("rb") as file:  # reading it says more
+        if file.read(len(_POINTER)) == _POINTER:
+            raise UsageError(
+                f"`{path}` is a pointer of Git LFS, and the file itself is not downloaded",
+                hint=f"git -C {path.parent} lfs pull",
+            )
 
 
 def temporaries_of(path: Path) -> list[Path]:

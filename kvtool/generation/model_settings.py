@@ -25,13 +25,14 @@ from transformers import (
     StopStringCriteria,
 )
 
+from kvtool.cache.hooks.generate_calls import PLAIN_CACHES
 from kvtool.errors import KvtoolError, UsageError
 
 _WHERE = "the model's generation settings (generation_config.json)"
 
 OURS = (  # an option of kvtool replaces them
     *("max_length", "max_new_tokens", "do_sample", "temperature", "use_cache"),
-    *("cache_implementation", "cache_config", "max_cache_len"),
+    *("cache_config", "max_cache_len"),
 )
 IDLE = (  # change no token: speed, what is returned beside the tokens, beams
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits"),
@@ -53,12 +54,13 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "dola_layers": lambda value: True,
     "constraints": bool,
     "force_words_ids": bool,
+    "cache_implementation": lambda value: value not in PLAIN_CACHES,
 }
-"""Whether a value that is given would change the tokens."""
+"""Whether a value that is given would change the tokens or how they are stored."""
 
 _SAMPLING = ("top_p", "top_k", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")
 _ENDING = ("stop_strings", "max_time")
-_RESET = tuple(name for name in (*OURS, *IDLE) if name != "bos_token_id")
+_RESET = tuple(name for name in (*OURS, *IDLE, "cache_implementation") if name != "bos_token_id")
 
 
 def drawing_settings(

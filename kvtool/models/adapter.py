@@ -7,10 +7,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.documents.files import expand
+from kvtool.documents.files import check_downloaded, expand
 from kvtool.errors import UsageError
 
 _CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 _PROMPTS = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT")
 
 
@@ -67,6 +68,8 @@ def check_adapter(adapter: Adapter) -> None:
             f"{message}, which adds keys and values of its own in place of changing weights",
             hint="give the base model, or an adapter of weights such as LoRA",
         )
+    for file in _WEIGHTS:
+        check_downloaded(adapter.folder / file)
     base = expand(adapter.base)
     if (base / _CONFIG).is_file() and not (base / "config.json").is_file():
         raise UsageError(f"{message}, which is an adapter itself", hint="merge that one first")

@@ -29,6 +29,7 @@ from kvtool.errors import KvtoolError
 from kvtool.models.config_sizes import check_sizes
 from kvtool.models.folder import Source, check_tensors, in_one_line
 from kvtool.models.gguf import CHECKPOINT_HINT, GgufFile, GgufHeader, read_model_header
+from kvtool.models.gguf_ends import list_ends
 from kvtool.transformers_versions import gguf_splits
 
 _NOT_OF_A_CONFIG = ("_model_name_or_path", "unk_token_id")
@@ -169,6 +170,8 @@ def load_gguf_weights(
 ) -> tuple[Any, dict[str, Any]]:
     """Return a model with unpacked weights that is like one of an ordinary folder.
 
+    Its answers end at the tokens at which llama.cpp ends them.
+
     Args:
         progress: show a bar on stderr.
         dtype: of torch, or `auto` for the configuration's.
@@ -189,6 +192,9 @@ def load_gguf_weights(
             **options,
         )
     _forget_packing(model)
+    header = read_model_header(gguf.file, gguf)
+    if ends := list_ends(header.settings, header.words):
+        model.generation_config.eos_token_id = ends
     return model, info
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from kvtool.documents.files import check_name, check_unicode, expand
+from kvtool.documents.files import check_downloaded, check_name, check_unicode, expand
 from kvtool.errors import KvtoolError, UsageError, is_out_of_memory, quote
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
@@ -113,10 +113,12 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     adapter = find_adapter(place)
     if adapter is not None:
         check_adapter(adapter)
+        _check_tokenizer(folder)
         check_folder(adapter.base, config_only=config_only)
         return
     if not config.is_file():
         raise UsageError(f"model folder `{name}` has no config.json")
+    check_downloaded(config)
     try:
         data = json.loads(config.read_bytes())
         if not isinstance(data, dict):
@@ -127,13 +129,23 @@ def check_folder(model: str | None, *, config_only: bool = False) -> None:
     if config_only:
         return
     _check_weights(name, folder)
-    if not any((folder / file).is_file() for file in _TOKENIZERS):
+    if not _check_tokenizer(folder):
         raise UsageError(f"model folder `{name}` has no tokenizer (no tokenizer.json)")
+
+
+def _check_tokenizer(folder: Path) -> bool:
+    """Refuse a tokenizer that is not downloaded; return whether there is one."""
+    files = [folder / file for file in _TOKENIZERS if (folder / file).is_file()]
+    for file in files[:1] if folder / "tokenizer.json" in files else files:
+        check_downloaded(file)  # transformers reads no other file for what tokenizer.json says
+    return bool(files)
 
 
 def _check_weights(name: str, folder: Path) -> None:
     """Refuse a folder without weights; all indexes are read, since transformers chooses one."""
-    whole = any((folder / file).is_file() for file in _WEIGHTS)
+    whole = [folder / file for file in _WEIGHTS if (folder / file).is_file()]
+    for file in whole[:1]:
+        check_downloaded(file)
     indexes = [folder / file for file in _INDEXES if (folder / file).is_file()]
     if not whole and not indexes:
         raise UsageError(f"model folder `{name}` has no weights (no {_WEIGHTS[0]})")
@@ -141,13 +153,15 @@ def _check_weights(name: str, folder: Path) -> None:
         shards = _read_shards(index)
         for shard in shards:
             _check_inside(index, shard)
+            if not whole:
+                check_downloaded(folder / shard)
         missing = [shard for shard in shards if not (folder / shard).is_file()]
         if missing and not whole:
             raise UsageError(
                 f"model folder `{name}` lacks {len(missing)} of {len(shards)} weight files "
                 f"(first: {missing[0]})"
             )
-        whole = True  # a further index is of weights in another format
+        whole.append(index)  # a further one is of weights in another format
 
 
 def _read_shards(index: Path) -> list[str]:

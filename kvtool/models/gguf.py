@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.files import check_name, check_unicode, expand
+from kvtool.documents.files import check_downloaded, check_name, check_unicode, expand
 from kvtool.errors import UsageError
 from kvtool.extras import require
+from kvtool.models.gguf_ends import LONGEST_WORD, TOKENS, WORDS
 
 SUFFIX = ".gguf"
 _REPOSITORY = re.compile(r"\w[\w.-]*(/[\w.-]+)?")  # an ID of the hub
@@ -22,6 +23,8 @@ _VERSIONS = (2, 3)
 _TEXT, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _NUMBERS |= {12: "d"}
+_SIZE = struct.Struct("<Q")  # of a text, before it
+_PROJECTOR = b"general.architecture" + struct.pack("<IQ", _TEXT, 4) + b"clip"
 _FLOATS = {0: "float32", 1: "float16", 30: "bfloat16"}
 CHECKPOINT_HINT = "give the checkpoint that it was made from, a folder or hub ID with safetensors"
 
@@ -82,11 +85,20 @@ def _only_one(name: str, folder: Path) -> GgufFile | None:
     files = sorted(each for each in names if each.lower().endswith(SUFFIX))
     if not files or any(each.startswith(("model.safetensors", "pytorch_model")) for each in names):
         return None
+    alone = len(files) == 1
+    files = [each for each in files if alone or not _is_projector(folder / each)] or files
     if len(files) > 1:
         raise UsageError(
             f"model folder `{name}` holds {len(files)} GGUF files", hint=f"-m {folder / files[0]}"
         )
     return GgufFile(str(folder), files[0], here=True)
+
+
+def _is_projector(file: Path) -> bool:
+    """Return whether a file makes images into embeddings for the model beside it."""
+    with suppress(OSError), file.open("rb") as data:
+        return file.name.lower().startswith("mmproj") or _PROJECTOR in data.read(4096)
+    return False
 
 
 def check_gguf(name: str, gguf: GgufFile) -> None:
@@ -110,10 +122,12 @@ class GgufHeader:
     Attributes:
         settings: by name; of an array, how many entries it has.
         tensors: the type of each tensor by name, as a number of ggml.
+        words: the ids of the tokens that may end an answer, by text.
     """
 
     settings: Mapping[str, Any]
     tensors: Mapping[str, int]
+    words: Mapping[str, int]
 
     def text(self, name: str) -> str | None:
         """Return a setting that is a text, None where there is none."""
@@ -144,6 +158,7 @@ def read_header(path: Path, name: str) -> GgufHeader:
         UsageError: no GGUF file, or not a whole one.
         OSError: it cannot be read.
     """
+    check_downloaded(path)
     with path.open("rb") as file:
         start = file.read(8)
         if start[:4] != b"GGUF":
@@ -164,14 +179,16 @@ class _Reader:
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.place = 8
+        self.known: dict[str, int] = {}  # where the last list of texts has those in `WORDS`
 
     def header(self) -> GgufHeader:
         """Read settings, then the list of tensors; the last of these has to begin in the file."""
-        found, kinds, last = {}, {}, 0
+        found, kinds, words, last = {}, {}, dict[str, int](), 0
         tensors, settings = self.numbers("QQ")
         for _ in range(settings):
             name = self.text()
             found[name] = self.value(*self.numbers("I"))
+            words = self.known if name == TOKENS else words
         for _ in range(tensors):
             name = self.text()
             (axes,) = self.numbers("I")
@@ -179,7 +196,7 @@ class _Reader:
             kinds[name], offset = self.numbers("IQ")
             last = max(last, offset)
         self.skip(last)
-        return GgufHeader(found, kinds)
+        return GgufHeader(found, kinds, words)
 
     def value(self, kind: int) -> Any:
         """Read a setting; of an array, how many entries it has."""
@@ -191,8 +208,15 @@ class _Reader:
         if kind != _TEXT:
             self.skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
             return count
-        for _ in range(count):
-            self.skip(*self.numbers("Q"))
+        self.known = {}
+        for index in range(count):
+            (size,) = _SIZE.unpack_from(self.data, self.place)
+            self.skip(8 + size)
+            if (
+                size <= LONGEST_WORD
+                and (text := self.data[self.place - size : self.place]) in WORDS
+            ):
+                self.known[text.decode()] = index
         return count
 
     def text(self) -> str:
@@ -223,6 +247,7 @@ def read_model_header(name: str, gguf: GgufFile) -> GgufHeader:
             hint="join them: llama-gguf-split --merge",
         )
     kind = header.text("general.type") or "model"
+    kind = "a projector of images" if header.text("general.architecture") == "clip" else kind
     if kind != "model" or header.text("general.architecture") is None:
         what = "names no architecture" if kind == "model" else f"holds no model, but: {kind}"
         raise UsageError(f"`{name}` {what}", hint="give the GGUF file of the whole model")

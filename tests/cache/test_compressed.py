@@ -201,6 +201,40 @@ def test_calls_that_cannot_be_compressed_are_refused(model):
         assert reason in str(refused.value)
 
 
+WAYS = {
+    "call": lambda model, kind: {"cache_implementation": kind},
+    "settings of the call": lambda model, kind: {
+        "generation_config": GenerationConfig(cache_implementation=kind)
+    },
+    "settings of the model": lambda model, kind: (
+        setattr(model.generation_config, "cache_implementation", kind) or {}
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("given", [False, True])
+def test_dynamic_is_the_only_other_cache_that_may_be_asked_for(model, way, given):
+    ids, expected = random_ids(50), alone(random_ids(50), "h2o", 12)
+    for kind in ("dynamic", "static", "offloaded", "offloaded_static", "quantized", "paged"):
+        settings = WAYS[way](model, kind)
+        if given:
+            settings["past_key_values"] = kvtool.build_cache(model, "h2o", 12)
+        with kvtool.compressed(model, "h2o", 12):
+            if kind == "dynamic":
+                assert torch.equal(generated(model, ids, **settings), expected)
+                continue
+            with pytest.raises(kvtool.UsageError, match="asks for another cache than kvtool's"):
+                generated(model, ids, **settings)
+
+
+def test_other_caches_may_be_asked_for_where_kvtool_gives_none(model):
+    kvtool.attach(model)
+    ids = random_ids(50)
+    static = generated(model, ids, cache_implementation="static", disable_compile=True)
+    assert torch.equal(static, generated(model, ids))
+
+
 def test_what_cannot_be_is_refused_before_anything_changes(model):
     before = set(vars(model))
     for arguments, told in (

@@ -169,7 +169,6 @@ OURS = {
     "do_sample": True,
     "temperature": 30.0,
     "use_cache": False,
-    "cache_implementation": "quantized",
     "cache_config": {"backend": "none"},
     "max_cache_len": 3,
 }
@@ -193,6 +192,7 @@ REFUSED = {
     "dola_layers": "high",
     "constraints": ["x"],
     "force_words_ids": [[1]],
+    "cache_implementation": "quantized",
 }
 
 
@@ -207,6 +207,12 @@ def test_what_another_loop_would_say_is_refused_before_the_prompt_is_read(loaded
         with pytest.raises(UsageError, match=f"have {name}: "):
             served(loaded, ids)
         setattr(loaded.model.generation_config, name, None)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "hybrid", "sliding_window"])
+def test_caches_that_ask_for_no_more_than_the_layers_change_nothing(kind, loaded, ids, usual):
+    loaded.model.generation_config.cache_implementation = kind
+    assert answer(loaded, ids) == served(loaded, ids) == usual
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,13 @@ def test_without_peft_an_adapter_is_named_with_its_base(adapter, base, no_peft):
         kvtool.evaluate(str(adapter), tasks=["niah"], policies=["h2o"], budgets=["64"])
 
 
+@pytest.mark.parametrize("file", ["adapter_model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_called_by_its_name(adapter, peft, file):
+    (adapter / file).write_text("version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UsageError, match=rf"{file}` is a pointer of Git LFS"):
+        check_folder(str(adapter))
+
+
 def merged(adapter, base):
     """The base's weights with the adapter's, by hand."""
     weights = load_file(base / "model.safetensors")

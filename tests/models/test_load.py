@@ -199,6 +199,36 @@ def test_refuses_a_broken_tokenizer(folder):
         load(str(folder))
 
 
+@pytest.mark.parametrize(
+    "file", ["config.json", "model.safetensors", "tokenizer.json", "a.gguf", "tokenizer.model"]
+)
+def test_a_pointer_of_git_lfs_is_called_by_its_name(folder, file):
+    if file == "a.gguf":
+        (folder / "model.safetensors").unlink()
+    if file == "tokenizer.model":
+        (folder / "tokenizer.json").unlink()
+    (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(UsageError, match="is a pointer of Git LFS") as refused:
+        check_folder(str(folder))
+    assert f"`{folder / file}`" in str(refused.value)
+    assert refused.value.hint == f"git -C {folder} lfs pull"
+
+
+def test_a_shard_that_is_a_pointer_is_called_by_its_name(folder):
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    (folder / "b.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UsageError, match=r"b\.safetensors` is a pointer of Git LFS"):
+        check_folder(str(folder))
+
+
+def test_a_pointer_that_nothing_reads_is_no_obstacle(folder):
+    for file in ("pytorch_model.bin", "tokenizer.model", "picture.png"):
+        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\n")
+    check_folder(str(folder))
+
+
 @pytest.mark.parametrize("device", ["tpu", "cuda:", "cuda:x"])
 def test_refuses_an_unknown_device(device):
     with pytest.raises(UsageError, match=f"no device `{device}`; choose auto, cpu"):

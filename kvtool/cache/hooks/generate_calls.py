@@ -25,6 +25,8 @@ from kvtool.transformers_versions import given_cache, with_cache
 
 LOCK = threading.RLock()  # of all models: a lock on a model could not be copied with it
 _DEFAULT_NEW_TOKENS = 20  # of transformers, by default
+PLAIN_CACHES = ("dynamic", "hybrid", "hybrid_chunked", "sliding_window")
+"""Values of `cache_implementation` that ask for no more than the layers' own windows."""
 _ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 
 
@@ -66,13 +68,15 @@ class GenerateCalls(Replacement):
 
     def _run(self, kwargs: dict[str, Any], maker: CacheMaker | None) -> Any:
         cache = given_cache(kwargs)
-        if cache is None and maker is not None:
-            if kwargs.get("cache_implementation") is not None:
+        kind = self._setting(kwargs, "cache_implementation")
+        if kind is not None and (isinstance(cache, KVCache) or (cache is None and maker)):
+            if kind not in PLAIN_CACHES:
                 raise UsageError(
-                    f"cache_implementation={kwargs['cache_implementation']!r} asks for another "
-                    "cache than the compressed one",
-                    hint="leave it out, or generate outside kvtool.compressed",
+                    f"cache_implementation={kind!r} asks for another cache than kvtool's",
+                    hint="set it to None in the call and in model.generation_config",
                 )
+            kwargs["cache_implementation"] = None  # transformers takes none beside a cache
+        if cache is None and maker is not None:
             cache = maker.make(self.model)
             cache.expect_tokens(self._setting(kwargs, "max_new_tokens") or 0)
         if cache is not None or "past_key_values" in kwargs:
