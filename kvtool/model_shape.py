@@ -122,7 +122,7 @@ def stored_dtype(config: Any, dtype: str | None) -> str:
     """Name the dtype that keys and values have: `float32` where nothing says.
 
     Transformers loads all of a model in the dtype of the whole configuration; its parts may name
-    none.
+    none. Checkpoints in mxfp4 name none, and have the rest of their weights in bfloat16.
 
     Args:
         dtype: the one asked for; None or `auto`: the checkpoint's own.
@@ -130,8 +130,18 @@ def stored_dtype(config: Any, dtype: str | None) -> str:
     if dtype is not None and dtype != "auto":
         return dtype
     parts = (config, config.get_text_config(decoder=True))
-    found = next(filter(None, (getattr(part, "dtype", None) for part in parts)), "float32")
+    unsaid = "bfloat16" if quantised_by(config) == "mxfp4" else "float32"
+    found = next(filter(None, (getattr(part, "dtype", None) for part in parts)), unsaid)
     return str(found).removeprefix("torch.")
+
+
+def quantised_by(config: Any) -> Any:
+    """Name the method that a checkpoint's weights are quantised by, None where they are not."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    entries = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
+    return entries.get("quant_method", "bitsandbytes")
 
 
 def trained_length(config: Any) -> int | None:

@@ -50,7 +50,7 @@ def compress(
             bundled reference model.
         policy, budget: as for `kvtool.build_cache`.
         save: the file that the cache is written to as well.
-        export_vllm: a folder to which it is exported as well, under the name of that file.
+        export_vllm: a folder to which it is exported, under the name of that file or the prompt's.
         show: the page that says which tokens are kept; `cache.show()` returns it.
         max_new_tokens: that will follow the prompt, questions included; only a model whose RoPE
             depends on the length of the text needs to know.

@@ -195,7 +195,7 @@ def read_prompt(
         policy=str(request.policy),
         budget=spell_budget(request.budget),
         prompt_tokens=result.prompt_tokens,
-        saved=str(settings.save_path),
+        saved=str(settings.save_path or settings.export_path),
         cache=held,
         plan=planned,
         timing=CompressionTiming(prefill_s=result.prefill_s),

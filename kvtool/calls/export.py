@@ -49,6 +49,15 @@ class ExportSettings(ModelSettings):
         """The file to write."""
         return None if self.save is None else expand(self.save)
 
+    @property
+    def model_name(self) -> str | None:
+        """The model: the one that is given, else the one that the file names."""
+        if self.model is not None or self.loaded is not None or self.file_path is None:
+            return self.model
+        from kvtool.cache.files.format import read_metadata
+
+        return read_metadata(self.file_path)["model"]
+
     def source(self) -> ModelSource:
         """Return where the model comes from, in the dtype that the cache was made with."""
         from kvtool.models.attached import ModelSource
@@ -56,7 +65,7 @@ class ExportSettings(ModelSettings):
         settings = {name: getattr(self, name, None) for name in MODEL_SETTINGS if name != "dtype"}
         if self.loaded is None and self.file_path is not None:
             settings["dtype"] = _stored_dtype(self.file_path)
-        return ModelSource(self.model, settings | self.checkpoint(), self.loaded)
+        return ModelSource(self.model_name, settings | self.checkpoint(), self.loaded)
 
     def check(self) -> tuple[Path, Path]:
         """Return the file to read and the one to write.
@@ -80,12 +89,14 @@ class ExportSettings(ModelSettings):
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
         names = ("file", "to", "model", "save", "dtype")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | {"model": self.model_name}
 
     def run(self, watcher: Watcher) -> ExportDocument:
         """Export the file, and return what there is to say of it."""
         file, save = self.check()
         source = self.source()
+        if source.name != self.model:
+            watcher.note(f"model: {source.name}, of which the cache is (change: --model)")
         source.check()
         watcher.note_any(source.note())
         with source.attached(note=watcher.note, progress=watcher.shows_progress) as loaded:
@@ -115,7 +126,7 @@ def export(
         save: the file to write; requests may ask for it by its name without the suffix.
         to: the engine.
         model: of a file: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is
-            the bundled reference model. A cache knows its model.
+            the one that the file names. A cache knows its model.
         dtype: of the exported keys and values; None: that of the model.
         watcher: takes notes and progress; None: no caller does.
 

@@ -14,6 +14,7 @@ from kvtool.models.placement import (
     resolve_dtype,
     weight_bytes,
 )
+from kvtool.models.quantised import check_plain
 from kvtool.planning.bytes import Text
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.fit import Run, advice, choose_bytes, chosen_note, remedies
@@ -308,6 +309,8 @@ def planned_run(
     memory, dtype, bits = settings.device_memory, model.dtype or "auto", settings.quantize
     known: dict[Bits | None, int] = {}
     if memory is not None:
+        if bits is not None:
+            check_plain(model.id, config)
         known = _weights(settings, config, dtype)
         if bits not in known:
             raise UsageError(
@@ -323,6 +326,7 @@ def _weights(settings: PlanSettings, config: Any, dtype: str) -> dict[Bits | Non
     found = {each: weights_bytes(config, dtype, each) for each in (None, *BITS)}
     if all(count is None for count in found.values()):  # no family that is known by its sizes
         where = settings.checkpoint() if settings.model is not None else {}
+        given = {"name": settings.model, "device": settings.device}
         for each in found:
-            found[each] = weight_bytes(config, dtype, where, bits=each, name=settings.model)
+            found[each] = weight_bytes(config, dtype, where, bits=each, **given)
     return {each: count for each, count in found.items() if count is not None}

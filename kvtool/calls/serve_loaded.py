@@ -32,7 +32,7 @@ from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words
 from kvtool.watcher import Watcher
 
-_LAST_WORDS = 2  # seconds in which clients are told that the server ends
+_LAST_WORDS = 2  # seconds in which clients hear that the server ends
 _SUFFIXES = (".safetensors", ".kv")
 
 

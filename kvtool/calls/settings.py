@@ -146,7 +146,7 @@ class CompressionSettings(PromptSettings):
 
     Attributes:
         max_new_tokens: that will be generated from its cache, questions included.
-        export_vllm: a folder of exported caches, to which this one goes as well.
+        export_vllm: a folder of exported caches, to which this one goes as well, or alone.
     """
 
     max_new_tokens: str | int | None = flag(
@@ -156,15 +156,17 @@ class CompressionSettings(PromptSettings):
     )
     export_vllm: str | None = flag(
         "--export-vllm=FOLDER",
-        "Export the cache to this folder as well, for vLLM; see kvtool export.",
+        "Export the cache to this folder, for vLLM, under the name of --save or --prompt-file; see "
+        "kvtool export.",
     )
 
     @property
     def export_path(self) -> Path | None:
-        """The exported file to write, named after the cache file."""
-        if self.export_vllm is None or self.save_path is None:
+        """The exported file to write, named after the cache's file, else after the prompt's."""
+        if self.export_vllm is None:
             return None
-        return exported_path(expand(self.export_vllm), self.save_path)
+        text = "prompt" if self.prompt_file in (None, "-") else Path(self.prompt_file).stem
+        return exported_path(expand(self.export_vllm), self.save_path or Path(text))
 
     @property
     def new_tokens(self) -> int:
@@ -177,10 +179,6 @@ class CompressionSettings(PromptSettings):
     def check(self) -> None:
         super().check()
         _ = self.new_tokens
-        if self.export_vllm is not None and self.save is None:
-            raise UsageError(
-                "--export-vllm names its file after the cache", hint="--save book.kv.safetensors"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

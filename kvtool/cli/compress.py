@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def compress(options: CompressionSettings, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     check_alone("compress")
-    if options.save is None:
+    if options.save is None and options.export_vllm is None:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     watcher = TerminalWatcher(terminal)
     run = _prepare(options, terminal, watcher)
@@ -27,7 +27,8 @@ def compress(options: CompressionSettings, terminal: Terminal) -> None:
     document = run.run(watcher)[1]
     form = options.choose_format("text" if terminal.interactive else "json")
     write_data(render(document, form, f"{document.in_words()}\n"), options, terminal)
-    terminal.note(f"saved {document.saved}")
+    if options.save is not None:
+        terminal.note(f"saved {document.saved}")
 
 
 def _prepare(

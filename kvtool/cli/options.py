@@ -61,7 +61,7 @@ def _fitting(
         void.update(environment)
     if isinstance(values.get("cache"), str):
         void |= {"policy", "budget"}
-    if values.get("profile"):
+    if values.get("profile") or (values.get("file") and "to" in values):  # which name their model
         void.add("model")
     if values.get("device_map"):
         void.add("device")

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TextIO
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from kvtool.report.kept.text import KeptText
+
+_FIRST_LINE, _LONGEST_WAIT = 10.0, 300.0  # seconds to a line of progress, doubled for each next one
 
 
 def tell(text: str) -> None:
@@ -48,12 +51,14 @@ class Terminal:
         interactive: whether a person reads `data`.
         quiet: whether notes are dropped.
         progress: whether progress bars are wanted.
+        lines: whether a line now and then says how far a long command is, where no bar does.
     """
 
     data: TextIO
     interactive: bool
     quiet: bool
     progress: bool
+    lines: bool = False
 
     def write(self, text: str) -> None:
         """Print data, at once.
@@ -93,13 +98,14 @@ def open_terminal(*, quiet: bool, progress: bool | None) -> Iterator[Terminal]:
     first = started().first
     quiet = quiet or not first
     wanted = not quiet and (sys.stderr.isatty() if progress is None else progress)
+    lines = not quiet and progress is None and not sys.stderr.isatty()
     for library in ("TRANSFORMERS", "HF_HUB"):  # the hub's client logs each of its attempts
         os.environ.setdefault(f"{library}_VERBOSITY", "error")
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "1")  # it reads all packages for one
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that is read-only works, too
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # waiting threads leave busy cores alone
     with _real_stdout() if first else _nowhere() as data:
-        yield Terminal(data, data.isatty(), quiet, wanted)
+        yield Terminal(data, data.isatty(), quiet, wanted, lines)
 
 
 @contextlib.contextmanager
@@ -220,7 +226,7 @@ class TerminalWatcher(Watcher):
     def progress(self, total: int) -> Iterator[Callable[..., None]]:
         """Show a bar with the time left, where something is left to do."""
         if not self.shows_progress or total == 0:
-            yield lambda text, steps=1: None
+            yield self._lines(total)
             return
         from rich.console import Console
         from rich.progress import (
@@ -240,6 +246,21 @@ class TerminalWatcher(Watcher):
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("", total=total)
             yield lambda text, steps=1: bar.update(task, advance=steps, description=visible(text))
+
+    def _lines(self, total: int) -> Callable[..., None]:
+        """Return what is called after each step where no bar is shown."""
+        done, wait = 0, _FIRST_LINE
+        due = time.monotonic() + wait
+
+        def advance(text: str, steps: int = 1) -> None:
+            nonlocal done, wait, due
+            done += steps
+            if self.terminal.lines and done < total and time.monotonic() >= due:
+                self.note(f"{done} of {total} ({done * 100 // total} %): {text}")
+                wait = min(2 * wait, _LONGEST_WAIT)
+                due = time.monotonic() + wait
+
+        return advance
 
 
 _REFUSING = ((0, "stdin", os.O_WRONLY), (1, "stdout", os.O_RDONLY))

@@ -92,7 +92,8 @@ class ModelSource:
             place, free = free_memory(str(self.loaded.model.device))
             return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
         place, free = (device, memory) if memory else free_memory(device, spread=spread)
-        weights = weight_bytes(config, dtype, self.where, bits=bits, name=self.name)
+        given: dict[str, Any] = {"bits": bits, "name": self.name, "device": place}
+        weights = weight_bytes(config, dtype, self.where, **given)
         return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)
 
     def note(self) -> str | None:

@@ -108,7 +108,7 @@ def load(
         config, where = found.config, found.where
         split = split_over_processes(config) if tensor_parallel else {}
         if quantize is not None:
-            check_plain(source, config)
+            check_plain(name, config)
         tokenizer = found.tokenizer(tokenizer_folder(given))
         with in_one_line("weights", name, where), named_if_quantised(name, config):
             kind = torch_dtype(dtype, place, device_map)

@@ -18,9 +18,9 @@ from typing import Any
 
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.lazy_torch import torch
-from kvtool.model_shape import layer_shapes, stored_dtype
+from kvtool.model_shape import layer_shapes, quantised_by, stored_dtype
 from kvtool.models.folder import find_source, in_one_line, library_output_on_stderr
-from kvtool.models.quantised import checkpoint_bytes, linear_layers
+from kvtool.models.quantised import COUNTED, checkpoint_bytes, linear_layers, spared_bytes
 from kvtool.planning.parameters import Bits, is_quantised
 from kvtool.processes import started
 
@@ -198,6 +198,7 @@ def weight_bytes(
     *,
     bits: Bits | None = None,
     name: str | None = None,
+    device: str | None = None,
 ) -> int | None:
     """Count the bytes of a model's weights and buffers from its configuration.
 
@@ -208,16 +209,18 @@ def weight_bytes(
         dtype: in which it runs, by name; `auto`: the checkpoint's own.
         where: how the checkpoint is asked for, in transformers' words.
         bits: in which bitsandbytes stores linear layers; None: those of the dtype.
-        name: of the model, whose files say what quantised weights take.
+        name: of the model, whose files say what other quantised weights than fp8 and mxfp4 take.
+        device: for the model; a CPU holds fp8 and mxfp4 in the dtype. None: a GPU.
 
     Returns:
-        None where the weights are quantised, and their files are not here.
+        None where the weights are quantised, and their files are not here or `bits` are asked for.
 
     Raises:
         KvtoolError: no model can be built from the configuration.
     """
-    if is_quantised(config):
-        return checkpoint_bytes(find_source(name)) if name is not None else None
+    counted = quantised_by(config) in COUNTED
+    if is_quantised(config) and (bits is not None or not counted):
+        return checkpoint_bytes(find_source(name)) if name is not None and bits is None else None
     from transformers import AutoModelForCausalLM
 
     wanted = getattr(torch, stored_dtype(config, dtype))
@@ -228,9 +231,11 @@ def weight_bytes(
     ):
         more = {name: value for name, value in where.items() if name != "revision"}
         model = AutoModelForCausalLM.from_config(config, dtype=wanted, **more)
+        on_gpu = counted and (device or "cuda").split(":")[0] not in ("cpu", "mps")
+        spared = spared_bytes(model, config, wanted.itemsize) if on_gpu else 0
     tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
     whole = sum(each.numel() * each.element_size() for each in tensors.values())
     if bits is None:
-        return whole
+        return whole - spared
     layers = linear_layers(model)
     return whole + sum(each.bytes(bits) - each.numbers * wanted.itemsize for each in layers)

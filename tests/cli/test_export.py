@@ -106,8 +106,42 @@ def test_compress_refuses_what_cannot_be_exported_before_it_reads(kvtool, tmp_pa
     assert "`quest` reads a part of the cache at each step" in reader.err
     gone = kvtool(*COMPRESS, "--save", "a.safetensors", "--export-vllm", "gone")
     assert (gone.code, "mkdir -p gone" in gone.err) == (2, True)
-    with pytest.raises(kv.UsageError, match="names its file after the cache"):
-        kv.compress(None, TEXT, "recency", 40, export_vllm="served")
+
+
+def test_compress_exports_without_a_cache_file(kvtool, book, tmp_path):
+    """The exported file has the name of the prompt's file, `prompt` without one."""
+    (tmp_path / "served").mkdir()
+    (tmp_path / "novel.v2.txt").write_text(TEXT)
+    export = ("--export-vllm", "served")
+    done = kvtool(*COMPRESS[:-1], *export, "-f", "json")
+    saved = json.loads(done.out)["saved"]
+    assert (done.code, saved) == (0, "served/prompt.safetensors")
+    assert done.err.endswith("exported served/prompt.safetensors\n")
+    text = ("--prompt-file", "novel.v2.txt")
+    assert kvtool("compress", *text, *COMPRESS[3:], *export).code == 0
+    kv.compress(None, TEXT, "snapkv(window=8)", 40, export_vllm="served")
+    kvtool("export", str(book), "--save", "book.safetensors", "-q")
+    expected = read_exported(tmp_path / "book.safetensors").ids
+    found = sorted((tmp_path / "served").iterdir())
+    assert [each.name for each in found] == ["novel.v2.safetensors", "prompt.safetensors"]
+    assert all(read_exported(each).ids == expected for each in found)
+    none = kvtool(*COMPRESS)
+    assert (none.code, "no file to save to" in none.err) == (2, True)
+
+
+def test_a_cache_is_exported_with_the_model_that_its_file_names(kvtool, tmp_path, monkeypatch):
+    assert kvtool(*COMPRESS, "-m", "reference-trace", "--save", "a.kv.safetensors").code == 0
+    export = ("export", "a.kv.safetensors", "--save", "a.safetensors")
+    done = kvtool(*export, "-f", "json")
+    assert (done.code, json.loads(done.out)["model"]) == (0, "reference-trace")
+    assert "model: reference-trace, of which the cache is (change: --model)" in done.err
+    assert "model: reference-trace\n" in kvtool(*export, "--dry-run").out
+    exported = kv.export(tmp_path / "a.kv.safetensors", tmp_path / "b.safetensors")
+    assert exported.model == "reference-trace"
+    monkeypatch.setenv("KVTOOL_MODEL", "reference")
+    assert kvtool(*export).code == 0
+    other = kvtool(*export, "-m", "reference")
+    assert (other.code, "of another model, `reference-trace`" in other.err) == (1, True)
 
 
 def test_a_dry_run_says_what_would_be_done(kvtool, book):

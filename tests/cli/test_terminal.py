@@ -4,6 +4,8 @@ import io
 import json
 import shutil
 import sys
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 from rich.table import Table
@@ -126,3 +128,20 @@ def test_many_prompts_have_a_bar(kvtool, tmp_path):
     given = ("generate", "--prompts", "a.jsonl", "-n", "2")
     assert "2/2" in kvtool(*given, "--progress").err
     assert "2/2" not in kvtool(*given).err
+
+
+def test_long_commands_say_how_far_they_are_where_no_bar_is(kvtool, tmp_path, monkeypatch):
+    """Ten prompts, a step apart; here a second passes at each look at the clock."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "The old lamp"}\n' * 10)
+    given = ("generate", "--prompts", "a.jsonl", "-n", "2")
+    assert " of 10 (" not in kvtool(*given).err  # short
+    clock = SimpleNamespace(monotonic=count().__next__)
+    monkeypatch.setattr("kvtool.cli.terminal.time", clock)
+    monkeypatch.setattr("kvtool.cli.terminal._FIRST_LINE", 2.0)
+    lines = [line for line in kvtool(*given).err.splitlines() if " of 10 (" in line]
+    assert lines == [f"{n} of 10 ({n}0 %): prompts answered" for n in (2, 6)]
+    for flags in (["--no-progress"], ["-q"]):
+        assert " of 10 (" not in kvtool(*given, *flags).err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert " of 10 (" not in kvtool(*given).err

@@ -1,5 +1,6 @@
 """Weights in fewer bits: where bitsandbytes is here, and what is said where it is not."""
 
+import copy
 import json
 import shutil
 from importlib.util import find_spec
@@ -7,6 +8,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import finegrained_fp8
+from transformers.utils.quantization_config import FineGrainedFP8Config
 
 import kvtool
 from kvtool import extras
@@ -14,8 +18,15 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.models import reference
 from kvtool.models.load import load
 from kvtool.models.placement import weight_bytes
-from kvtool.models.quantised import check_quantise, linear_layers, loading_options
+from kvtool.models.quantised import (
+    check_quantise,
+    linear_layers,
+    loading_options,
+    spared_bytes,
+)
 from kvtool.planning.parameters import BITS, count_parameters, folder_bytes, weights_bytes
+from tests.models.published import DEEPSEEK_V3, GPT_OSS_20B, GPT_OSS_120B
+from tests.models.tiny import tiny_config
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 HERE = find_spec("bitsandbytes") is not None
@@ -122,6 +133,88 @@ def test_files_say_what_quantised_weights_take(tmp_path):
     (folder / "model.safetensors").unlink()
     assert weight_bytes(config, "float32", name=str(folder)) is None
     assert weight_bytes(config, "float32") is None
+
+
+def fp8(rows, columns, count=1):
+    """Bytes of matrices, with a float32 for each block of 128 x 128."""
+    return count * (rows * columns + 4 * -(-rows // 128) * -(-columns // 128))
+
+
+def mxfp4(rows, columns):
+    """Bytes of half a byte a weight, and a byte for each 32."""
+    return rows * columns // 2 + rows * columns // 32
+
+
+def deepseek_v3(*, predicting):
+    """Bytes of DeepSeek V3's tensors, with or without the layer that predicts a further token."""
+    wide = 7168
+    attention = fp8(1536, wide) + fp8(128 * 192, 1536) + fp8(576, wide)
+    attention += fp8(128 * 256, 512) + fp8(wide, 128 * 128) + 2 * (2 * wide + 1536 + 512)
+    dense = fp8(18432, wide, 2) + fp8(wide, 18432)
+    sparse = 257 * (fp8(2048, wide, 2) + fp8(wide, 2048)) + 2 * 256 * wide + 4 * 256
+    ends = 2 * 2 * 129280 * wide
+    more = attention + sparse + ends + 2 * (wide * 2 * wide + 3 * wide) if predicting else 0
+    return 61 * attention + 3 * dense + 58 * sparse + ends + 2 * wide + more
+
+
+def gpt_oss(layers, experts):
+    wide = 2880
+    numbers = 64 * 64 * (2 * wide + 1) + 2 * 8 * 64 * (wide + 1) + wide + 64  # attention and sinks
+    numbers += experts * (wide + 1) + experts * 3 * wide + 2 * wide  # router, biases, norms
+    layer = 2 * numbers + experts * (mxfp4(2 * wide, wide) + mxfp4(wide, wide))
+    return layers * layer + 2 * (2 * 201088 * wide + wide)
+
+
+@pytest.mark.parametrize(
+    ("published", "by_hand"),
+    [
+        (DEEPSEEK_V3, deepseek_v3(predicting=False)),
+        (GPT_OSS_20B, gpt_oss(24, 32)),
+        (GPT_OSS_120B, gpt_oss(36, 128)),
+    ],
+    ids=["deepseek-v3", "gpt-oss-20b", "gpt-oss-120b"],
+)
+def test_published_checkpoints_in_fewer_bits_are_counted(published, by_hand, tmp_path):
+    """Buffers, which the files lack or hold in another dtype, take less than 32 KiB."""
+    config = AutoConfig.for_model(**copy.deepcopy(published))
+    assert abs(weight_bytes(config, "auto") - by_hand) < 2**15
+    assert weight_bytes(config, "auto", device="cuda:0") == weight_bytes(config, "auto")
+    model = on_meta(config)
+    whole = sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
+    assert weight_bytes(config, "auto", device="cpu") == whole
+    assert weight_bytes(config, "auto", bits="4bit") is None
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    plan = kvtool.plan(str(tmp_path), memory="800GiB", context="4K")
+    assert plan.device.weights == weight_bytes(config, "auto")
+    assert plan.model.dtype == "bfloat16"
+    with pytest.raises(UsageError, match="are quantised already"):
+        kvtool.plan(str(tmp_path), memory="800GiB", context="4K", quantize="8bit")
+
+
+def test_files_have_their_published_sizes():
+    """Of DeepSeek V3 688 GB, which transformers loads but for a layer; of gpt-oss as published."""
+    assert deepseek_v3(predicting=True) // 10**9 == 688
+    assert gpt_oss(24, 32) == 13_761_264_768
+    assert gpt_oss(36, 128) == 65_248_815_744
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("more", [{}, {"modules_to_not_convert": ["lm_head", "model.layers.0"]}])
+def test_fp8_takes_what_the_modules_of_transformers_take(family, more):
+    config = tiny_config(family)
+    settings = FineGrainedFP8Config(weight_block_size=[16, 16], **more)
+    config.quantization_config = settings.to_dict()
+    plain, packed = on_meta(config), on_meta(config)
+    left = more.get("modules_to_not_convert", ["lm_head"])
+    finegrained_fp8.replace_with_fp8_linear(packed, left, settings, pre_quantized=True)
+    expected = sum(each.nbytes for each in plain.parameters())
+    expected -= sum(each.nbytes for each in packed.parameters())
+    assert spared_bytes(plain, config, 2) == expected > 0
 
 
 @needs_package

@@ -204,7 +204,7 @@ class ForwardState:
         self.prompt_lengths = self.piece = None
 
     def read_in_pieces(self, piece: int) -> None:
-        """Read the prompt in pieces of `piece` tokens, and cut it at its end as if it had come at once."""
+        """Read the prompt in pieces, and cut it at its end as if it had come at once."""
         self.piece = piece
 
     @property

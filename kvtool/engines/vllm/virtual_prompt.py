@@ -264,7 +264,7 @@ def _unequal(policy: Policy, what: str, counts: list[int]) -> UsageError:
     return UsageError(
         f"{what} hold {min(counts)} to {max(counts)} tokens under `{policy}`, and vLLM has one "
         "length for all of them",
-        hint="compress with equal budgets: a policy without ada, pyramid or optimal, and no plan",
+        hint="compress with equal budgets: snapkv, expected or keydiff, and no plan",
     )
 
 

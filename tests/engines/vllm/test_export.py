@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -12,6 +15,9 @@ from kvtool.engines.vllm.format import difference, facts_of, read_exported
 from kvtool.engines.vllm.virtual_prompt import export_cache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import prefill
+from kvtool.models.load import load
+from kvtool.policies.grammar import parse_policy
+from kvtool.policies.table import ALLOCATORS, BASES
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 BUDGET, TOKENS = 32, 70
@@ -209,6 +215,53 @@ def test_refused(case):
     cache = compressed(model, policy, budget=24 if "pyramid" in policy else 48)
     with pytest.raises(UsageError, match=told):
         export_cache(cache)
+
+
+PAGE = Path(kvtool.__file__).parent / "engines" / "README.md"
+TEXT = "The secret code for falcon: 7429103. The old lamp was near the school. Rain fell. " * 6
+
+
+def page_names(start):
+    """Policies that the engines' page names between a text and the end of its cell or bracket."""
+    named = re.search(re.escape(start) + r"[^|)]*", PAGE.read_text()).group()
+    return set(re.findall(r"`([a-z0-9+-]+)`", named))
+
+
+def shares_out(text):
+    """Whether a policy gives layers or heads unequal budgets."""
+    policy = parse_policy(text)
+    split = policy.allocator
+    return policy.head_split is not None or (split is not None and split.name != "uniform")
+
+
+def test_the_page_names_the_policies_of_unequal_counts():
+    """`optimal` needs a plan, which the page names."""
+    unequal = {name for name in BASES if shares_out(name)}
+    unequal |= {f"+{name}" for name in ALLOCATORS if shares_out(f"snapkv+{name}")}
+    assert page_names("unequal counts (") == unequal - {"+optimal"}
+
+
+UNEQUAL = page_names("unequal counts (") - {"duoattention", "+duo"}
+
+
+@pytest.mark.parametrize("policy", sorted(UNEQUAL))
+def test_policies_of_unequal_counts_are_refused(policy):
+    """Heads of `duo` differ only where a budget pays for all of a long text in some."""
+    loaded = load()
+    base = f"snapkv(window=8){policy}" if policy.startswith("+") else policy
+    cache = kvtool.compress(loaded, TEXT, base, 160 if policy == "pyramidinfer" else 64)
+    with pytest.raises(UsageError, match=r"hold .* and vLLM has one length"):
+        export_cache(cache, model=loaded.model)
+
+
+def test_policies_that_the_page_calls_the_same_in_both_are_exported():
+    loaded, named = load(), page_names("Policies that cut prompts only (")
+    assert named == {"snapkv", "expected", "lagkv"}
+    for policy in named:
+        assert parse_policy(policy).when == "prompt"
+        exported = export_cache(kvtool.compress(loaded, TEXT, policy, 64), model=loaded.model)
+        assert len(exported.ids) == 64
+        assert exported.notes == ()
 
 
 def test_rope_by_length_is_refused():
