@@ -168,9 +168,7 @@ def load_gguf_tokenizer(name: str, gguf: GgufFile) -> Any:
 def load_gguf_weights(
     gguf: GgufFile, progress: bool, *, config: Any, dtype: Any, **options: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Return a model with unpacked weights that is like one of an ordinary folder.
-
-    Its answers end at the tokens at which llama.cpp ends them.
+    """Return a model like one of an ordinary folder, whose answers end where llama.cpp ends them.
 
     Args:
         progress: show a bar on stderr.
