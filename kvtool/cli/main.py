@@ -113,12 +113,15 @@ def main(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     try:
         _check_docstrings()
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(record=not debug) as caught:
             if not debug:
                 warnings.simplefilter("ignore")
                 warnings.simplefilter("once", KvtoolWarning)
-                warnings.showwarning = lambda message, *where: tell(f"warning: {message}\n")
-            return app(list(arguments), prog_name="kvtool", standalone_mode=False) or 0
+            try:
+                return app(list(arguments), prog_name="kvtool", standalone_mode=False) or 0
+            finally:
+                for each in caught or ():
+                    tell(f"warning: {each.message}\n")
     except ReaderGone:
         _forget_stdout()
         return 141  # as a program that SIGPIPE ended

@@ -1,4 +1,4 @@
-"""Bound what the connections to a server take: how many are open, and how long they send nothing.
+"""Bound what connections to a server take, and whom it answers.
 
 uvicorn waits for ever for the first request of a connection, and for the rest of a body.
 """
@@ -6,10 +6,16 @@ uvicorn waits for ever for the first request of a connection, and for the rest o
 from __future__ import annotations
 
 import asyncio
+import functools
+import hmac
 import logging
+from collections.abc import Callable, Collection
 from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
+
+from kvtool.engines.requests import Refused
+from kvtool.errors import quote
 
 try:
     import resource
@@ -20,6 +26,16 @@ except ImportError:  # not on Windows
 _RESERVED = 64  # files that the server needs for itself
 _MOST = 4096  # connections; also where files have no limit, which is -1
 _HEAD, _BODY = 15.0, 60.0  # seconds for a request's head, and for its body
+
+
+@functools.cache
+def _say_full(most: int) -> None:
+    """Write one line, the first time."""
+    logging.getLogger("uvicorn.error").warning(
+        "%d connections are open, and no more may be: those that wait longest for a request are "
+        "closed",
+        most,
+    )
 
 
 class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -34,7 +50,6 @@ class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     most = _MOST if _FILES < 0 else max(1, min(_MOST, _FILES - _RESERVED))
     head, body = _HEAD, _BODY
-    _told = False
 
     def connection_made(self, transport: Any) -> None:
         self._timer: asyncio.TimerHandle | None = None
@@ -49,13 +64,7 @@ class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         oldest = min(waiting, key=lambda each: each._timer.when())
         self.connections.discard(oldest)
         oldest.transport.abort()
-        if not BoundedConnections._told:
-            BoundedConnections._told = True
-            logging.getLogger("uvicorn.error").warning(
-                "%d connections are open, and no more may be: those that wait longest for a "
-                "request are closed",
-                self.most,
-            )
+        _say_full(self.most)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -87,3 +96,39 @@ class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._waits_for = None
+
+
+def guarded(
+    app: Callable[..., Any],
+    key: str | None,
+    hosts: Collection[str] | None,
+    answer: Callable[[Exception], Callable[..., Any]],
+) -> Callable[..., Any]:
+    """Ask for a key and look at the host before anything is read; `/health` needs no key.
+
+    A page that a browser has from another host may rebind that name to this machine, and would then
+    be of one origin with a server that answers to any name.
+    """
+
+    def refusal(scope: Any) -> Refused | None:
+        given = dict(scope["headers"])
+        if hosts is not None and _host(given.get(b"host", b"")) not in hosts:
+            said = given.get(b"host", b"").decode("latin-1")
+            return Refused(f"this server does not answer to the host {quote(said)}", status=403)
+        if key is None or scope["path"] == "/health":
+            return None
+        if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + key.encode()):
+            return None
+        return Refused("no valid API key is given", status=401, code="invalid_api_key")
+
+    async def look(scope: Any, receive: Any, send: Any) -> None:
+        refused = refusal(scope) if scope["type"] == "http" else None
+        await (app if refused is None else answer(refused))(scope, receive, send)
+
+    return look
+
+
+def _host(header: bytes) -> str:
+    """Return the name in a header `Host`, without its port."""
+    name, colon, port = header.decode("latin-1").lower().rpartition(":")
+    return name if colon and port.isdigit() else header.decode("latin-1").lower()

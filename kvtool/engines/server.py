@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import time
 import traceback
@@ -36,11 +35,12 @@ from transformers.cli.serving.utils import (
     response_events_to_chunks,
 )
 
+from kvtool.engines.connections import guarded
 from kvtool.engines.offers import Offer, Opener, Prompt
 from kvtool.engines.requests import Ask, Choice, Refused, read_request
-from kvtool.errors import KvtoolError, UsageError, is_out_of_memory, quote
+from kvtool.errors import KvtoolError, UsageError, is_out_of_memory
 from kvtool.generation.answering_thread import Answer, Job, LiveAnswers
-from kvtool.generation.decoding import Callback
+from kvtool.generation.decoding import Callback, StopText
 from kvtool.models.load import Loaded
 from kvtool.sizes import bytes_in_words
 
@@ -137,39 +137,7 @@ def make_app(served: Served) -> Callable[..., Any]:
             lambda request, error: _error(error),
         ),
     )
-    return _guarded(app, served)
-
-
-def _guarded(app: Callable[..., Any], served: Served) -> Callable[..., Any]:
-    """Ask for a key and look at the host before anything is read; `/health` needs no key.
-
-    A page that a browser has from another host may rebind that name to this machine, and would then
-    be of one origin with a server that answers to any name.
-    """
-    key, hosts = served.api_key, served.hosts
-
-    def refusal(scope: Any) -> Refused | None:
-        given = dict(scope["headers"])
-        if hosts is not None and _host(given.get(b"host", b"")) not in hosts:
-            said = given.get(b"host", b"").decode("latin-1")
-            return Refused(f"this server does not answer to the host {quote(said)}", status=403)
-        if key is None or scope["path"] == "/health":
-            return None
-        if hmac.compare_digest(given.get(b"authorization", b""), b"Bearer " + key.encode()):
-            return None
-        return Refused("no valid API key is given", status=401, code="invalid_api_key")
-
-    async def guarded(scope: Any, receive: Any, send: Any) -> None:
-        refused = refusal(scope) if scope["type"] == "http" else None
-        await (app if refused is None else _error(refused))(scope, receive, send)
-
-    return guarded
-
-
-def _host(header: bytes) -> str:
-    """Return the name in a header `Host`, without its port."""
-    name, colon, port = header.decode("latin-1").lower().rpartition(":")
-    return name if colon and port.isdigit() else header.decode("latin-1").lower()
+    return guarded(app, served.api_key, served.hosts, _error)
 
 
 def _model(served: Served, name: str) -> dict[str, Any]:
@@ -315,7 +283,7 @@ class _Run(BaseGenerateManager):
     def __init__(self, served: Served, prompt: Prompt) -> None:
         self._served, self._prompt = served, prompt
         self._loop = asyncio.get_running_loop()
-        self._stop = _Stop(prompt.ask.drawing.stop)
+        self._stop = StopText(prompt.ask.drawing.stop)
         self._answer: Answer | None = None
         self.total_tokens = 0
         self.job = Job(
@@ -500,39 +468,3 @@ class _Run(BaseGenerateManager):
         """Call a function in the server's own thread; no client hears it once that has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *given)
-
-
-class _Stop:
-    """Cuts an answer where the first of its stop texts begins."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._waiting, self.found = tuple(texts), "", False
-
-    def cut(self, text: str) -> str:
-        """Return a whole text up to the first stop text."""
-        places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
-        return text[: min(places)] if places else text
-
-    def feed(self, text: str, write: Callable[[str], None]) -> None:
-        """Write what cannot be the beginning of a stop text."""
-        if self.found:
-            return
-        known = self._waiting + text
-        cut = self.cut(known)
-        self.found = cut != known
-        keep = 0 if self.found else self._open(cut)
-        self._waiting = cut[len(cut) - keep :]
-        if len(cut) > keep:
-            write(cut[: len(cut) - keep])
-
-    def end(self, write: Callable[[str], None]) -> None:
-        """Write what has waited."""
-        if self._waiting:
-            write(self._waiting)
-        self._waiting = ""
-
-    def _open(self, text: str) -> int:
-        """Count the characters at the end that a stop text may begin with."""
-        longest = max(map(len, self._texts), default=1) - 1
-        sizes = range(min(longest, len(text)), 0, -1)
-        return next((n for n in sizes if any(s.startswith(text[-n:]) for s in self._texts)), 0)

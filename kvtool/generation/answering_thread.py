@@ -297,16 +297,15 @@ class LiveAnswers:
     def _read(self, reading: _Reading) -> None:
         """Read a piece of a prompt, and let the request join the others behind the last one."""
         job = reading.job
-        if reading.steps is None:
+        steps = reading.steps
+        if steps is None:
             opened = job.open()
             job.begin(opened)
             new, piece = job.max_new_tokens, self._piece if self._takes_whole(opened) else None
-            ids = opened.asked.ids
-            reading.steps = feed_prompt(
-                self.model, opened.cache, ids, None, new, self.tokenizer, piece
-            )
+            given = (opened.cache, opened.asked.ids, None, new, self.tokenizer, piece)
+            steps = reading.begin(feed_prompt(self.model, *given))
         try:
-            next(reading.steps)
+            next(steps)
         except StopIteration as end:
             self._reading = None
             self._admit(job, *end.value[:2])
@@ -345,6 +344,11 @@ class _Reading:
 
     job: Job
     steps: Generator[None, None, Fed] | None = None
+
+    def begin(self, steps: Generator[None, None, Fed]) -> Generator[None, None, Fed]:
+        """Take the steps, the first of which comes next."""
+        self.steps = steps
+        return steps
 
 
 @dataclass(eq=False)

@@ -121,6 +121,42 @@ class StopsAt(StoppingCriteria):
         return torch.tensor(done, device=input_ids.device)
 
 
+class StopText:
+    """Cuts an answer where the first of its stop texts begins."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self._waiting, self.found = tuple(texts), "", False
+
+    def cut(self, text: str) -> str:
+        """Return a whole text up to the first stop text."""
+        places = [place for place in (text.find(stop) for stop in self._texts) if place >= 0]
+        return text[: min(places)] if places else text
+
+    def feed(self, text: str, write: Callable[[str], None]) -> None:
+        """Write what cannot be the beginning of a stop text."""
+        if self.found:
+            return
+        known = self._waiting + text
+        cut = self.cut(known)
+        self.found = cut != known
+        keep = 0 if self.found else self._open(cut)
+        self._waiting = cut[len(cut) - keep :]
+        if len(cut) > keep:
+            write(cut[: len(cut) - keep])
+
+    def end(self, write: Callable[[str], None]) -> None:
+        """Write what has waited."""
+        if self._waiting:
+            write(self._waiting)
+        self._waiting = ""
+
+    def _open(self, text: str) -> int:
+        """Count the characters at the end that a stop text may begin with."""
+        longest = max(map(len, self._texts), default=1) - 1
+        sizes = range(min(longest, len(text)), 0, -1)
+        return next((n for n in sizes if any(s.startswith(text[-n:]) for s in self._texts)), 0)
+
+
 class StopsWhen(StoppingCriteria):
     """Ends all sequences once a function says so."""
 

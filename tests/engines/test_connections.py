@@ -15,16 +15,16 @@ ASK = b"GET / HTTP/1.1\r\nHost: here\r\n\r\n"
 
 
 @pytest.fixture
-def served(monkeypatch):
+def served():
     """Serve the length of bodies with short limits, and return the port."""
     import uvicorn
 
-    from kvtool.engines.connections import BoundedConnections
+    from kvtool.engines import connections
 
-    class Short(BoundedConnections):
+    class Short(connections.BoundedConnections):
         most, head, body = 8, 1.0, 1.0
 
-    monkeypatch.setattr(BoundedConnections, "_told", False)
+    connections._say_full.cache_clear()
 
     async def app(scope, receive, send):
         body, more = b"", True
