@@ -24,7 +24,7 @@ from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import (
     check_attention,
-    free_memory,
+    memory_of,
     resolve_device,
     resolve_dtype,
 )
@@ -57,10 +57,8 @@ class PlannedDevice:
             UsageError: that is so, and it was asked for to refuse it.
         """
         spread = bool(choice.device_map or choice.tensor_parallel)
-        place, free = self.name(choice), self.memory
-        if free is None:
-            place, free = free_memory(place, spread=spread)
-        return check_free(plan, place, free, strict=self.strict)
+        there = memory_of(self.name(choice), self.memory, spread=spread)
+        return check_free(plan, *there, strict=self.strict)
 
     def name(self, choice: ModelChoice) -> str:
         """Name the device that a recipe's model runs on."""

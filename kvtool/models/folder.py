@@ -216,21 +216,25 @@ def in_one_line(part: str, name: str, where: Mapping[str, Any]) -> Iterator[None
         raise _translate(part, name, error, where) from error
 
 
+def quantised_by(config: Any) -> str | None:
+    """Return what a checkpoint's weights are quantised with, None where they are not."""
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    return str(settings.get("quant_method") or "bitsandbytes")  # which early files do not name
+
+
 @contextlib.contextmanager
 def named_if_quantised(name: str, config: Any) -> Iterator[None]:
     """Say of weights that cannot be loaded that they are quantised, and how."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        yield
-        return
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    method = str(settings.get("quant_method") or "bitsandbytes")  # which early files do not name
+    method = quantised_by(config)
     try:
         yield
     except KvtoolError:
         raise
     except Exception as error:  # any: each format is a package of its own
-        if is_out_of_memory(error):
+        if method is None or is_out_of_memory(error):
             raise
         raise KvtoolError(
             f"the weights of `{name}` are quantised with {_QUANTISED.get(method, method)}, and "
