@@ -280,10 +280,8 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
         plan, policy = variant.plan, variant.policy
         for line in [] if plan is None else check_run(plan, policy, config, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
-        by_bytes = (
-            variant.plan is None and variant.budget is not None and variant.budget.bytes is not None
-        )
-        if by_bytes and variant.policy.stores_all:
+        budget = variant.budget if plan is None else None
+        if budget is not None and budget.bytes is not None and policy.stores_all:
             watcher.note(
                 f"{variant.name}: bytes are for what is stored, which is everything; a token reads "
                 f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"

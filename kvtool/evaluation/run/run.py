@@ -156,7 +156,6 @@ class Run:
             claim=claim,
             pairs=list(pairs),
         )
-        tasks = [job.task for job in jobs]
         return cls(
             store,
             index,
@@ -164,7 +163,7 @@ class Run:
             gates=gates,
             within=within,
             variants=variants,
-            tasks=tasks,
+            tasks=[job.task for job in jobs],
             model_digest=model_digest(loaded),
         )
 
@@ -311,10 +310,9 @@ class Run:
             }
         )
         asked = compare(document, document.pairs) if document.pairs else []
-        claim = document.claim
         more = {
             "differences": [*asked, *document.differences],
-            "claim_verdict": None if claim is None else judge_claim(claim, document),
+            "claim_verdict": document.claim and judge_claim(document.claim, document),
         }
         return document.model_copy(update=more)
 

@@ -42,10 +42,7 @@ class Mrcr(ShortAnswer):
     longest: Tokens | None = None
 
     metric: ClassVar[str] = "match_ratio"
-
-    @property
-    def conversation(self) -> bool:
-        return True
+    conversation: ClassVar[bool] = True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Read the samples.
