@@ -49,13 +49,13 @@ class ProfileData(Section):
     fingerprint: str
 
 
-class Swept(Section):
+class _Swept(Section):
     """A list per layer, or several, with an entry for each point of `axis`."""
 
     axis: ClassVar[str]
 
 
-class Jaccard(Swept, SparseSection):
+class Jaccard(_Swept, SparseSection):
     """Overlap of what a score keeps step by step and what it would keep with nothing evicted.
 
     `rates` are shares of the text that are kept; each score has layers x rates.
@@ -70,7 +70,7 @@ class Jaccard(Swept, SparseSection):
     mas: Annotated[LayerCurves | None, _PER_RATE] = None
 
 
-class OutputErrors(Swept):
+class OutputErrors(_Swept):
     """Normalised squared error of each layer's attention output: layers x budgets.
 
     `budgets` are tokens per layer and KV head, of prompts of `data.tokens`.
@@ -89,7 +89,7 @@ HeadCurves = list[Annotated[list[list[FiniteFloat]], Field(min_length=1)] | None
 _PER_HEAD = Unit("nats per token: a list per layer, in it one per KV head, a number per budget")
 
 
-class HeadLosses(Swept):
+class HeadLosses(_Swept):
     """What the answer loses where one KV head of one layer alone is cut: layers x heads x budgets.
 
     The other heads of its layer, and all other layers, keep everything.
@@ -108,7 +108,7 @@ class HeadLosses(Swept):
 _PER_BUDGET = Unit("nats per token: a list per layer, a number per budget")
 
 
-class AnswerLosses(Swept, SparseSection):
+class AnswerLosses(_Swept, SparseSection):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
     `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
@@ -187,7 +187,7 @@ class Metrics(SparseSection):
     memory: MemoryTable | None = None
 
 
-class CosineCurve(Swept):
+class CosineCurve(_Swept):
     """Mean cosine of two queries by their distance, in tokens: layers x distances."""
 
     axis: ClassVar = "distances"
@@ -196,7 +196,7 @@ class CosineCurve(Swept):
     values: Annotated[LayerCurves, Unit("a list per layer, a number per distance")]
 
 
-class UnionCurve(Swept):
+class UnionCurve(_Swept):
     """How the union of the top-k grows: layers x steps."""
 
     axis: ClassVar = "steps"
@@ -206,7 +206,7 @@ class UnionCurve(Swept):
     values: Annotated[LayerCurves, Unit("tokens: a list per layer, a number per step")]
 
 
-class RobustnessCurve(Swept):
+class RobustnessCurve(_Swept):
     """Standard deviation of the attention that a token got in its first steps: layers x steps."""
 
     axis: ClassVar = "steps"
@@ -270,7 +270,7 @@ class ProfileDocument(ShownDocument):
             _check_lists(name, metrics.memory.layer_bytes_per_token, layers)
         for way, section in [("metrics", metrics), ("curves", self.curves)]:
             for name, inner in section or ():
-                for key, curves in _curves(inner) if isinstance(inner, Swept) else ():
+                for key, curves in _curves(inner) if isinstance(inner, _Swept) else ():
                     points = "points", len(getattr(inner, inner.axis))
                     _check_lists(f"{way}.{name}.{key}", curves, layers, points)
         losses = metrics.answer_loss
@@ -287,7 +287,7 @@ class ProfileDocument(ShownDocument):
         return self
 
 
-def _curves(section: Swept) -> Iterator[tuple[str, Any]]:
+def _curves(section: _Swept) -> Iterator[tuple[str, Any]]:
     """Yield every list of curves in a section, one a layer."""
     for name, value in section:
         if name == "by_sample":
