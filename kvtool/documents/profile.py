@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    TypeAdapter,
     model_validator,
 )
 
@@ -25,9 +27,15 @@ from kvtool.documents.document import (
     SparseSection,
     TokenCount,
     Unit,
+    listed,
 )
 from kvtool.documents.memory import ModelShape
 from kvtool.sizes import MOST_TOKENS
+
+_Heads = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(listed)]
+_Ratio = Annotated[float, Field(gt=0, le=1)]
+BUDGET_CURVES = TypeAdapter(Annotated[dict[_Ratio, list[_Heads]], Field(min_length=1)])
+"""A file of published budgets: by mean ratio, the share of each layer or of each of its heads."""
 
 Layers = list[FiniteFloat | None]
 """One number per layer."""

@@ -8,13 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
-
-from kvtool.documents.document import listed
 from kvtool.documents.files import expand, read_bytes
-from kvtool.documents.source import reason
 from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import LossForecast, Optimal
 from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
@@ -200,11 +196,6 @@ class BudgetCurves:
         return [a + part * (b - a) for a, b in zip(before, after, strict=True)]
 
 
-_Ratio = Annotated[float, Field(gt=0, le=1)]
-_Heads = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(listed)]
-_CURVES = TypeAdapter(Annotated[dict[_Ratio, list[_Heads]], Field(min_length=1)])
-
-
 def read_curves(path: str, layers: int, kv_heads: int) -> BudgetCurves:
     """Read budget curves: a JSON object of ratios, each with a share or a list of shares per layer.
 
@@ -216,11 +207,16 @@ def read_curves(path: str, layers: int, kv_heads: int) -> BudgetCurves:
         UsageError: no such file, something that is no share, or another number of layers or heads.
     """
     where = f"`{path}`"
+    from kvtool.documents.profile import BUDGET_CURVES
+    from kvtool.documents.source import reason
+
     try:
-        rows = _CURVES.validate_json(read_bytes(expand(path), where, kind="file of budget curves"))
+        data = read_bytes(expand(path), where, kind="file of budget curves")
     except OSError:
         raise UsageError(f"cannot read budget curves from {where}") from None
-    except ValidationError as error:
+    try:
+        rows = BUDGET_CURVES.validate_json(data)
+    except ValueError as error:
         message = f"{where} holds no budget curves: {reason(error)}"
         raise UsageError(message, hint='{"0.2": [0.1, 0.3], ..}') from None
     for at, row in rows.items():

@@ -76,7 +76,6 @@ class Asking(Task):
 
     record: ClassVar[type[BaseModel] | None] = AskedRecord
     one_answer: ClassVar[bool] = False  # that a right answer begins with, so that it can be scored
-    conversation: ClassVar[bool] = False  # in a context, as JSON: what user and assistant said
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -102,6 +101,11 @@ class Asking(Task):
     def enable_thinking(self) -> bool | None:
         """Whether the model thinks first, for chat templates with a switch; None: theirs."""
         return None
+
+    @property
+    def conversation(self) -> bool:
+        """Whether a context is the JSON list of messages, of user and assistant in turn."""
+        return False
 
     def knows_query(self, protocol: Protocol) -> bool:
         """Return whether the question is in the prompt that is compressed."""

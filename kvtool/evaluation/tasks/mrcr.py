@@ -42,7 +42,10 @@ class Mrcr(ShortAnswer):
     longest: Tokens | None = None
 
     metric: ClassVar[str] = "match_ratio"
-    conversation: ClassVar[bool] = True
+
+    @property
+    def conversation(self) -> bool:
+        return True
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Read the samples.

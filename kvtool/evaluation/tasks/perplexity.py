@@ -69,9 +69,12 @@ class Perplexity(Task):
 
     record: ClassVar[type[BaseModel]] = Nlls
     metric: ClassVar[str] = "ppl"
-    chat: ClassVar[bool] = False
     best: ClassVar[float | None] = None
     lower_is_better: ClassVar[bool] = True
+
+    @property
+    def chat(self) -> bool:
+        return False
 
     @property
     def _unscored(self) -> int:

@@ -74,7 +74,6 @@ class Speed(Task):
 
     record: ClassVar[type[BaseModel]] = Timed
     metric: ClassVar[str] = "decode_tokens_per_s"
-    chat: ClassVar[bool] = False
     best: ClassVar[float | None] = None
     droppable: ClassVar[bool] = False
 
@@ -85,6 +84,10 @@ class Speed(Task):
         preset = values.get("preset") if isinstance(values, dict) else None
         grid = _GRIDS.get(preset) if isinstance(preset, str) else None
         return values if grid is None else values | {"lengths": sorted({row[0] for row in grid})}
+
+    @property
+    def chat(self) -> bool:
+        return False
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         grid = [(length, self.new_tokens, b) for length in self.lengths for b in self.batch]
