@@ -53,7 +53,7 @@ def test_other_names_are_refused(capsys):
 
 def test_documents_name_runs_that_there_are():
     home = FILE.parents[1]
-    pages = [*home.glob("recipes/*.md"), *home.glob("kvtool/**/README.md"), home / "README.md"]
+    pages = [*home.glob("recipes/*.md"), *home.glob("kvtool/**/*.md"), home / "README.md"]
     commands = re.findall(
         r"recipes/measure\.py((?:\s+[a-z-]+)*)(?=`|$)",
         "\n".join(page.read_text() for page in pages),
