@@ -135,13 +135,13 @@ def stored_dtype(config: Any, dtype: str | None) -> str:
     return str(found).removeprefix("torch.")
 
 
-def quantised_by(config: Any) -> Any:
+def quantised_by(config: Any) -> str | None:
     """Name the method that a checkpoint's weights are quantised by, None where they are not."""
     settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
     entries = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
-    return entries.get("quant_method", "bitsandbytes")
+    return str(entries.get("quant_method") or "bitsandbytes")  # which early files do not name
 
 
 def trained_length(config: Any) -> int | None:

@@ -13,7 +13,7 @@ from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.recipe import Recipe
-from kvtool.documents.resolve import document_of, flags_of
+from kvtool.documents.resolve import document_of, flags_of, read_recipe
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.settings import settings_of
 from kvtool.documents.source import Source, is_document, read_source
@@ -250,6 +250,7 @@ def rescore_run(options: EvalSettings, watcher: Watcher) -> ResultsDocument:
     ]
     if given:
         raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}")
+    read_recipe(Source.empty(), flags_of(options).values)  # which has the bounds of `within`
     for text in policies:
         parse_policy(text)
     for name in tasks:

@@ -16,7 +16,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.notes import handful_note
-from kvtool.models.placement import free_memory, resolve_dtype
+from kvtool.models.placement import free_memory, memory_of, resolve_dtype
 from kvtool.planning.bytes import Text, check_dims
 from kvtool.planning.estimate import estimate_memory
 from kvtool.planning.plan_in_use import check_free, check_plan, check_run
@@ -241,10 +241,8 @@ def _note_free(settings: CachedSettings, plan: PlanDocument, watcher: Watcher) -
     if plan.device is None or settings.loaded is not None:
         return
     spread = bool(settings.device_map or settings.tensor_parallel)
-    place, free = settings.planned_device, settings.memory_there
-    if free is None:
-        place, free = free_memory(place, spread=spread)
-    watcher.note_any(check_free(plan, place, free, strict=settings.strict))
+    there = memory_of(settings.planned_device, settings.memory_there, spread=spread)
+    watcher.note_any(check_free(plan, *there, strict=settings.strict))
 
 
 def _stages(section: RocketKVSection, target: Target, policy: Policy) -> str:

@@ -13,6 +13,7 @@ from kvtool.documents.settings import flag
 from kvtool.errors import PolicyError, UsageError
 from kvtool.policies.installed import about, describe_installed
 from kvtool.policies.table import describe
+from kvtool.sizes import WIDTH
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -89,9 +90,9 @@ def _write(data: Any, table: RenderableType, options: PoliciesSettings, terminal
         terminal.print(table)
         return
     if form == "text":
-        from kvtool.cli.tables import as_text
+        from kvtool.report.text import plain_text
 
-        write_data(as_text(table), options, terminal)
+        write_data(plain_text(table, WIDTH), options, terminal)
         return
     text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
     if form == "yaml":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.segment import Segment
 
 from kvtool.errors import visible
-from kvtool.sizes import WIDTH
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,3 @@ class Visible(Trimmed):
     def spell(self, segment: Segment, text: str) -> str:
         """Return the text of a segment as it is printed."""
         return text if segment.control else visible(text)
-
-
-def as_text(content: RenderableType, width: int = WIDTH) -> str:
-    """Return what a terminal without colours shows, without the spaces that end its lines."""
-    written = io.StringIO()
-    Console(file=written, width=width, highlight=False, color_system=None).print(content)
-    return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())

@@ -182,6 +182,14 @@ BY_SHAPE = Discriminator(_shape)
 """Distinguishes the members of a union that are tagged `SHORT` and `MAPPING`."""
 
 
+def check_one(section: Section, names: tuple[str, ...]) -> None:
+    """Refuse a section that has none of some keys, or several."""
+    given = [name for name in names if getattr(section, name) is not None]
+    if len(given) != 1:
+        got = " and ".join(given) or "none of them"
+        raise ValueError(f"must have one of {', '.join(names)}, got {got}")
+
+
 def listed(value: Any) -> Any:
     """Let one value stand for a list of one."""
     return value if isinstance(value, (list, tuple)) or value is None else [value]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import re
 import shutil
@@ -270,6 +271,15 @@ def _read_some(stream: BinaryIO, name: str, most: int, kind: str) -> bytes:
     if len(data) > most:
         raise UsageError(f"{name} is larger than {most // 2**20} MiB, too large for a {kind}")
     return data
+
+
+def digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    sha = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            sha.update(block)
+    return sha.hexdigest()
 
 
 def check_prompt(text: str, source: str) -> str:

@@ -28,6 +28,7 @@ from kvtool.documents.document import (
     SparseSection,
     TokenCount,
     Unit,
+    check_one,
 )
 from kvtool.documents.memory import ModelShape
 from kvtool.documents.tree import Keys
@@ -103,10 +104,7 @@ class Target(SparseSection):
 
     @model_validator(mode="after")
     def _consistent(self) -> Target:
-        given = [name for name in ("ratio", "tokens", "bytes") if getattr(self, name) is not None]
-        if len(given) != 1:
-            got = " and ".join(given) or "none of them"
-            raise ValueError(f"must be one of ratio, tokens and bytes, got {got}")
+        check_one(self, ("ratio", "tokens", "bytes"))
         if self.max_new_tokens >= self.context:
             raise ValueError(
                 f"`max_new_tokens` {self.max_new_tokens} leaves no prompt in a context of "

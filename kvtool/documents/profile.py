@@ -6,14 +6,16 @@ Every list over layers has `model.layers` entries, null for a layer that the ana
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
+    BeforeValidator,
     Field,
     FiniteFloat,
     NonNegativeInt,
     PositiveInt,
+    TypeAdapter,
     model_validator,
 )
 
@@ -25,9 +27,15 @@ from kvtool.documents.document import (
     SparseSection,
     TokenCount,
     Unit,
+    listed,
 )
 from kvtool.documents.memory import ModelShape
 from kvtool.sizes import MOST_TOKENS
+
+_Heads = Annotated[list[Annotated[float, Field(ge=0, le=1)]], BeforeValidator(listed)]
+_Ratio = Annotated[float, Field(gt=0, le=1)]
+BUDGET_CURVES = TypeAdapter(Annotated[dict[_Ratio, list[_Heads]], Field(min_length=1)])
+"""A file of published budgets: by mean ratio, the share of each layer or of each of its heads."""
 
 Layers = list[FiniteFloat | None]
 """One number per layer."""
@@ -49,11 +57,19 @@ class ProfileData(Section):
     fingerprint: str
 
 
-class Jaccard(SparseSection):
+class _Swept(Section):
+    """A list per layer, or several, with an entry for each point of `axis`."""
+
+    axis: ClassVar[str]
+
+
+class Jaccard(_Swept, SparseSection):
     """Overlap of what a score keeps step by step and what it would keep with nothing evicted.
 
     `rates` are shares of the text that are kept; each score has layers x rates.
     """
+
+    axis: ClassVar = "rates"
 
     rates: Annotated[list[FiniteFloat], Unit("of the text")]
     aas: Annotated[LayerCurves | None, _PER_RATE] = None
@@ -62,11 +78,13 @@ class Jaccard(SparseSection):
     mas: Annotated[LayerCurves | None, _PER_RATE] = None
 
 
-class OutputErrors(Section):
+class OutputErrors(_Swept):
     """Normalised squared error of each layer's attention output: layers x budgets.
 
     `budgets` are tokens per layer and KV head, of prompts of `data.tokens`.
     """
+
+    axis: ClassVar = "budgets"
 
     policy: str
     budgets: Annotated[list[TokenCount], Unit("tokens per layer and KV head")]
@@ -79,11 +97,13 @@ HeadCurves = list[Annotated[list[list[FiniteFloat]], Field(min_length=1)] | None
 _PER_HEAD = Unit("nats per token: a list per layer, in it one per KV head, a number per budget")
 
 
-class HeadLosses(Section):
+class HeadLosses(_Swept):
     """What the answer loses where one KV head of one layer alone is cut: layers x heads x budgets.
 
     The other heads of its layer, and all other layers, keep everything.
     """
+
+    axis: ClassVar = "budgets"  # those beside it
 
     losses: Annotated[HeadCurves, _PER_HEAD]
     standard_errors: Annotated[HeadCurves, _PER_HEAD]
@@ -96,13 +116,15 @@ class HeadLosses(Section):
 _PER_BUDGET = Unit("nats per token: a list per layer, a number per budget")
 
 
-class AnswerLosses(SparseSection):
+class AnswerLosses(_Swept, SparseSection):
     """What the answer loses where one layer alone is cut, in nats per token: layers x budgets.
 
     `budgets` are tokens per KV head of that layer, of prompts of `data.tokens`. `losses` are means
     over the samples of `by_sample`, from which plans are made. `heads` has the same of KV heads,
     where these were cut one by one.
     """
+
+    axis: ClassVar = "budgets"
 
     policy: str
     budgets: Annotated[list[TokenCount], Unit("tokens per KV head of the layer that is cut")]
@@ -173,23 +195,29 @@ class Metrics(SparseSection):
     memory: MemoryTable | None = None
 
 
-class CosineCurve(Section):
+class CosineCurve(_Swept):
     """Mean cosine of two queries by their distance, in tokens: layers x distances."""
+
+    axis: ClassVar = "distances"
 
     distances: Annotated[list[TokenCount], Unit("tokens")]
     values: Annotated[LayerCurves, Unit("a list per layer, a number per distance")]
 
 
-class UnionCurve(Section):
+class UnionCurve(_Swept):
     """How the union of the top-k grows: layers x steps."""
+
+    axis: ClassVar = "steps"
 
     k: TokenCount
     steps: Annotated[list[TokenCount], Unit("decoded tokens")]
     values: Annotated[LayerCurves, Unit("tokens: a list per layer, a number per step")]
 
 
-class RobustnessCurve(Section):
+class RobustnessCurve(_Swept):
     """Standard deviation of the attention that a token got in its first steps: layers x steps."""
+
+    axis: ClassVar = "steps"
 
     steps: Annotated[list[TokenCount], Unit("steps after the token")]
     values: Annotated[LayerCurves, Unit("a list per layer, a number per step")]
@@ -248,48 +276,32 @@ class ProfileDocument(ShownDocument):
         if metrics.memory:
             name = "metrics.memory.layer_bytes_per_token"
             _check_lists(name, metrics.memory.layer_bytes_per_token, layers)
-        for name, curves, axis in self._curves():
-            _check_lists(name, curves, layers, ("points", len(axis)))
+        for way, section in [("metrics", metrics), ("curves", self.curves)]:
+            for name, inner in section or ():
+                for key, curves in _curves(inner) if isinstance(inner, _Swept) else ():
+                    points = "points", len(getattr(inner, inner.axis))
+                    _check_lists(f"{way}.{name}.{key}", curves, layers, points)
         losses = metrics.answer_loss
         if losses and losses.heads:
             way, first = "metrics.answer_loss.heads", losses.heads.losses
             samples = "samples", len(losses.by_sample)
             _check_lists(f"{way}.by_sample", losses.heads.by_sample, samples)
             points = "points", len(losses.budgets)
-            for name, rows in _tables(way, losses.heads):
-                _check_lists(name, rows, layers)
+            for key, rows in _curves(losses.heads):
+                _check_lists(f"{way}.{key}", rows, layers)
                 for i, (heads, right) in enumerate(zip(rows, first, strict=True)):
-                    _check_lists(f"{name}.{i}", heads or [], ("KV heads", len(right or [])), points)
+                    name = f"{way}.{key}.{i}"
+                    _check_lists(name, heads or [], ("KV heads", len(right or [])), points)
         return self
 
-    def _curves(self) -> Iterator[tuple[str, Any, list[Any]]]:
-        """Yield every list of curves, one a layer, with the points of its axis."""
-        metrics, curves = self.metrics, self.curves
-        if metrics.output_error:
-            error = metrics.output_error
-            yield "metrics.output_error.errors", error.errors, error.budgets
-        if metrics.answer_loss:
-            for name, rows in _tables("metrics.answer_loss", metrics.answer_loss):
-                yield name, rows, metrics.answer_loss.budgets
-        if metrics.jaccard:
-            for name in ("aas", "aqas", "ltas", "mas"):
-                rates = metrics.jaccard.rates
-                yield f"metrics.jaccard.{name}", getattr(metrics.jaccard, name), rates
-        if curves and curves.query_cosine:
-            cosine = curves.query_cosine
-            yield "curves.query_cosine.values", cosine.values, cosine.distances
-        for name in ("topk_union", "robustness") if curves else ():
-            curve = getattr(curves, name)
-            if curve is not None:
-                yield f"curves.{name}.values", curve.values, curve.steps
 
-
-def _tables(name: str, losses: AnswerLosses | HeadLosses) -> Iterator[tuple[str, list[Any]]]:
-    """Yield every list of layers in losses."""
-    yield f"{name}.losses", losses.losses
-    yield f"{name}.standard_errors", losses.standard_errors
-    samples: Sequence[list[Any]] = losses.by_sample
-    yield from ((f"{name}.by_sample.{i}", rows) for i, rows in enumerate(samples))
+def _curves(section: _Swept) -> Iterator[tuple[str, Any]]:
+    """Yield every list of curves in a section, one a layer."""
+    for name, value in section:
+        if name == "by_sample":
+            yield from ((f"{name}.{i}", rows) for i, rows in enumerate(value))
+        elif name != section.axis and isinstance(value, list):
+            yield name, value
 
 
 def _check_lists(name: str, value: Any, *axes: tuple[str, int]) -> None:

@@ -36,6 +36,7 @@ from kvtool.documents.document import (
     RecipeSection,
     SparseSection,
     TokenCount,
+    check_one,
     counted,
     listed,
 )
@@ -77,13 +78,6 @@ Bytes = Annotated[str, BeforeValidator(_bytes)]
 AnyBudget = Annotated[int | str, BeforeValidator(_canonical)]
 
 
-def _check_one(section: RecipeSection, names: tuple[str, ...]) -> None:
-    given = [name for name in names if getattr(section, name) is not None]
-    if len(given) != 1:
-        got = " and ".join(given) or "none of them"
-        raise ValueError(f"must have one of {', '.join(names)}, got {got}")
-
-
 class BudgetMapping(RecipeSection, SparseSection):
     """Budgets of one kind: exactly one of the keys."""
 
@@ -94,7 +88,7 @@ class BudgetMapping(RecipeSection, SparseSection):
 
     @model_validator(mode="after")
     def _one(self) -> BudgetMapping:
-        _check_one(self, ("tokens", "ratio", "bytes", "plan"))
+        check_one(self, ("tokens", "ratio", "bytes", "plan"))
         return self
 
 
@@ -196,7 +190,7 @@ class Gate(RecipeSection):
 
     @model_validator(mode="after")
     def _one(self) -> Gate:
-        _check_one(self, ("min", "max_drop"))
+        check_one(self, ("min", "max_drop"))
         return self
 
 

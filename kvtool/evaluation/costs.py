@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from kvtool.documents.results import Cost, ResultsDocument, TaskResult, VariantEntry
 
@@ -13,6 +14,9 @@ UNTESTED = "°"
 
 LEAST_EVICTED = 0.2
 """The share of samples that must lose a token for a score to be a test of compression."""
+
+
+_MEANS = ("held_bytes", "kv_bytes", "state_bytes", "full_bytes", "prefill_s")
 
 
 @dataclass(frozen=True)
@@ -84,12 +88,8 @@ def spent_on(results: Sequence[TaskResult]) -> Spent | None:
     layers = range(len(costs[0][2].kept_per_layer) if alike else 0)
     return Spent(
         tasks=tuple(task for task, _, _ in costs),
-        held_bytes=mean(lambda cost: cost.held_bytes),
-        kv_bytes=mean(lambda cost: cost.kv_bytes),
-        state_bytes=mean(lambda cost: cost.state_bytes),
-        full_bytes=mean(lambda cost: cost.full_bytes),
+        **{name: mean(attrgetter(name)) for name in _MEANS},
         traffic_bytes=mean(lambda cost: cost.traffic_bytes) if decoded else None,
-        prefill_s=mean(lambda cost: cost.prefill_s),
         prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
         decode_rate=rate("decode_s", "decode_tokens_per_s"),
         kept=tuple(map(kept_by, layers)),

@@ -18,7 +18,6 @@ from kvtool.evaluation.run.index import RECIPE, partition_of, read_results
 from kvtool.evaluation.run.run import Run
 from kvtool.evaluation.run.runner import Job, Measurement, Step
 from kvtool.evaluation.run.store import Store
-from kvtool.evaluation.verdict import check_within
 from kvtool.models.load import Loaded
 from kvtool.processes import Processes, joined
 from kvtool.watcher import Watcher
@@ -96,10 +95,8 @@ def rescore(
         gates, within, pairs: in place of those of the run, if they are given.
 
     Raises:
-        UsageError: the folder holds no run; a bound of the verdict that is none.
+        UsageError: the folder holds no run.
     """
-    if within is not None:
-        check_within(within)
 
     def score() -> ResultsDocument:
         store = Store(folder)

@@ -24,7 +24,7 @@ from kvtool.models.chat import make_frame
 from kvtool.models.notes import handful_note, length_note
 from kvtool.models.placement import (
     check_attention,
-    free_memory,
+    memory_of,
     resolve_device,
     resolve_dtype,
 )
@@ -57,10 +57,8 @@ class PlannedDevice:
             UsageError: that is so, and it was asked for to refuse it.
         """
         spread = bool(choice.device_map or choice.tensor_parallel)
-        place, free = self.name(choice), self.memory
-        if free is None:
-            place, free = free_memory(place, spread=spread)
-        return check_free(plan, place, free, strict=self.strict)
+        there = memory_of(self.name(choice), self.memory, spread=spread)
+        return check_free(plan, *there, strict=self.strict)
 
     def name(self, choice: ModelChoice) -> str:
         """Name the device that a recipe's model runs on."""
@@ -282,10 +280,8 @@ def _note_budgets(comparison: Comparison, config: Any, dtype: str, watcher: Watc
         plan, policy = variant.plan, variant.policy
         for line in [] if plan is None else check_run(plan, policy, config, dtype):
             watcher.note(f"{variant.name}: {line.removeprefix('note: ')}")
-        by_bytes = (
-            variant.plan is None and variant.budget is not None and variant.budget.bytes is not None
-        )
-        if by_bytes and variant.policy.stores_all:
+        budget = variant.budget if plan is None else None
+        if budget is not None and budget.bytes is not None and policy.stores_all:
             watcher.note(
                 f"{variant.name}: bytes are for what is stored, which is everything; a token reads "
                 f"{DEFAULT_TOKENS} pairs of key and value per layer and KV head"

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from kvtool.documents.results import TaskResult, VariantEntry
 from kvtool.documents.verdict import Choice, Difference, Interval, SampleScores, Standing, Verdict
-from kvtool.errors import UsageError
 from kvtool.evaluation.costs import spent_on
 from kvtool.evaluation.metrics.summary import LINKS, Part
 from kvtool.evaluation.run.collect import is_baseline
@@ -176,17 +175,6 @@ def _times_drawn(n: int) -> Iterator[Tensor]:
 
 By = Literal["bytes", "traffic", "time"]
 _ORDER = ("outside", "undecided", "within")  # the first of those on any task is the variant's
-
-
-def check_within(within: float) -> float:
-    """Return a bound in percent.
-
-    Raises:
-        UsageError: not above 0 and at most 100.
-    """
-    if not 0 < within <= 100:
-        raise UsageError(f"--within must be above 0 and at most 100 (percent), got {within:g}")
-    return within
 
 
 def make_verdict(

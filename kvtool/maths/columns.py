@@ -55,10 +55,15 @@ def column_variance(sums: Tensor, stored: Tensor) -> Tensor:
     Returns:
         (...) float32; 0 where nothing is stored.
     """
+    return centred(sums, stored)[1][..., 0]
+
+
+def centred(numbers: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return numbers less their mean over stored slots, 0 elsewhere, and their variance (.., 1)."""
     count = stored.sum(-1, keepdim=True).clamp(min=1)
-    mean = sums.masked_fill(~stored, 0).sum(-1, keepdim=True) / count
-    apart = (sums - mean).masked_fill(~stored, 0)
-    return (apart.square().sum(-1, keepdim=True) / count)[..., 0]
+    mean = numbers.masked_fill(~stored, 0).sum(-1, keepdim=True) / count
+    apart = (numbers - mean).masked_fill(~stored, 0)
+    return apart, apart.square().sum(-1, keepdim=True) / count
 
 
 def _attention_sum(mean: Tensor, visible: Tensor | None, valid: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from kvtool.identity import config_hash
 from kvtool.models.folder import check_folder, find_source
 from kvtool.models.load import CHECKPOINT, Loaded, load, load_config, load_tokenizer
 from kvtool.models.notes import model_note
-from kvtool.models.placement import free_memory, weight_bytes
+from kvtool.models.placement import free_memory, memory_of, weight_bytes
 from kvtool.planning.parameters import Bits
 
 
@@ -91,7 +91,7 @@ class ModelSource:
         if self.loaded is not None:
             place, free = free_memory(str(self.loaded.model.device))
             return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
-        place, free = (device, memory) if memory else free_memory(device, spread=spread)
+        place, free = memory_of(device, memory, spread=spread)
         given: dict[str, Any] = {"bits": bits, "name": self.name, "device": place}
         weights = weight_bytes(config, dtype, self.where, **given)
         return DeviceMemory(device=place, free_bytes=free, weights_bytes=weights)

@@ -259,16 +259,11 @@ def check_splits(name: str, header: GgufHeader) -> None:
     if header.text("tokenizer.ggml.model") != "gpt2":
         return
     rule = header.text("tokenizer.ggml.pre")
-    if rule is None:
-        raise KvtoolError(
-            f"`{name}` does not say how text is split into tokens (tokenizer.ggml.pre)",
-            hint=CHECKPOINT_HINT,
-        )
     if rule not in RULES and rule not in splits:
-        raise KvtoolError(
-            f"`{name}` splits text by the rule `{rule}`, which kvtool does not know",
-            hint=CHECKPOINT_HINT,
-        )
+        told = f"splits text by the rule `{rule}`, which kvtool does not know"
+        if rule is None:
+            told = "does not say how text is split into tokens (tokenizer.ggml.pre)"
+        raise KvtoolError(f"`{name}` {told}", hint=CHECKPOINT_HINT)
 
 
 def repair_splits(tokenizer: Any, header: GgufHeader) -> None:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from kvtool.documents.files import check_downloaded, check_name, check_unicode, expand
 from kvtool.errors import KvtoolError, UsageError, is_out_of_memory, quote
+from kvtool.model_shape import quantised_by
 from kvtool.models import reference
 from kvtool.models.adapter import check_adapter, find_adapter
 from kvtool.models.config_sizes import check_sizes
@@ -233,18 +234,13 @@ def in_one_line(part: str, name: str, where: Mapping[str, Any]) -> Iterator[None
 @contextlib.contextmanager
 def named_if_quantised(name: str, config: Any) -> Iterator[None]:
     """Say of weights that cannot be loaded that they are quantised, and how."""
-    settings = getattr(config, "quantization_config", None)
-    if settings is None:
-        yield
-        return
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
-    method = str(settings.get("quant_method") or "bitsandbytes")  # which early files do not name
+    method = quantised_by(config)
     try:
         yield
     except KvtoolError:
         raise
     except Exception as error:  # any: each format is a package of its own
-        if is_out_of_memory(error):
+        if method is None or is_out_of_memory(error):
             raise
         raise KvtoolError(
             f"the weights of `{name}` are quantised with {_QUANTISED.get(method, method)}, and "

@@ -20,8 +20,8 @@ from kvtool.errors import KvtoolError, UsageError
 from kvtool.lazy_torch import torch
 from kvtool.model_shape import layer_shapes, quantised_by, stored_dtype
 from kvtool.models.folder import find_source, in_one_line, library_output_on_stderr
-from kvtool.models.quantised import COUNTED, checkpoint_bytes, linear_layers, spared_bytes
-from kvtool.planning.parameters import Bits, is_quantised
+from kvtool.models.quantised import COUNTED, linear_layers, spared_bytes
+from kvtool.planning.parameters import Bits, folder_bytes, is_quantised
 from kvtool.processes import started
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -162,6 +162,11 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
     return " + ".join(map(str, places)), free
 
 
+def memory_of(device: str, memory: int | None, *, spread: bool = False) -> tuple[str, int | None]:
+    """Name a device and count its bytes: those that are given, else those that are free."""
+    return free_memory(device, spread=spread) if memory is None else (device, memory)
+
+
 def _free_ram() -> int | None:
     """Return the memory that a process may still take; what only caches files is free."""
     found = [_of_machine(), _of_group(_GROUP, "memory.max", "memory.current", "inactive_file")]
@@ -220,7 +225,9 @@ def weight_bytes(
     """
     counted = quantised_by(config) in COUNTED
     if is_quantised(config) and (bits is not None or not counted):
-        return checkpoint_bytes(find_source(name)) if name is not None and bits is None else None
+        if name is None or bits is not None or not (source := find_source(name)).is_here:
+            return None
+        return folder_bytes(Path(source.place))
     from transformers import AutoModelForCausalLM
 
     wanted = getattr(torch, stored_dtype(config, dtype))

@@ -7,15 +7,13 @@ Attention, and the cache with it, computes in the model's dtype.
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from kvtool.errors import UsageError
 from kvtool.extras import require
 from kvtool.lazy_torch import torch
 from kvtool.model_shape import quantised_by, stored_dtype
-from kvtool.models.folder import Source
-from kvtool.planning.parameters import Bits, Matrix, folder_bytes, is_quantised
+from kvtool.planning.parameters import Bits, Matrix, is_quantised
 
 COUNTED = ("fp8", "mxfp4")
 """Methods whose bytes follow from the configuration, as transformers holds them on a GPU."""
@@ -54,8 +52,7 @@ def loading_options(
         dtype: in which the other weights are, and linear layers compute.
     """
     if bits is None:
-        by_it = quantised_by(config) == "bitsandbytes"
-        return {"device_map": {"": device}} if by_it else {}
+        return {"device_map": {"": device}} if quantised_by(config) == "bitsandbytes" else {}
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns at every product
@@ -67,11 +64,6 @@ def loading_options(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
         )
     return {"quantization_config": settings, "device_map": {"": device}}
-
-
-def checkpoint_bytes(source: Source) -> int | None:
-    """Count the bytes of the tensors of a checkpoint that is quantised; None: it is not here."""
-    return folder_bytes(Path(source.place)) if source.is_here else None
 
 
 def linear_layers(model: torch.nn.Module) -> list[Matrix]:

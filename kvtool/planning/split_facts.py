@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.files import expand, read_bytes
-from kvtool.errors import UsageError, quote
+from kvtool.errors import UsageError
 from kvtool.policies.allocate.optimal import LossForecast, Optimal
 from kvtool.policies.allocate.problem import NOT_MEASURED, LossCurves
 from kvtool.policies.allocate.table import spell_allocator
@@ -178,12 +177,10 @@ class BudgetCurves:
     Attributes:
         ratios: mean shares of the prompt, ascending.
         shares: for each ratio the share of each layer, the mean over its KV heads.
-        by_head: whether the file has shares of KV heads.
     """
 
     ratios: Sequence[float]
     shares: Sequence[Sequence[float]]
-    by_head: bool
 
     def at(self, ratio: float) -> list[float]:
         """Return the shares of the layers for a ratio, on the lines between those of the file.
@@ -210,44 +207,27 @@ def read_curves(path: str, layers: int, kv_heads: int) -> BudgetCurves:
         UsageError: no such file, something that is no share, or another number of layers or heads.
     """
     where = f"`{path}`"
+    from kvtool.documents.profile import BUDGET_CURVES
+    from kvtool.documents.source import reason
+
     try:
-        data = json.loads(read_bytes(expand(path), where, kind="file of budget curves"))
+        data = read_bytes(expand(path), where, kind="file of budget curves")
     except OSError:
         raise UsageError(f"cannot read budget curves from {where}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        data = None
-    if not isinstance(data, dict) or not data:
-        raise UsageError(f"{where} holds no budget curves", hint='{"0.2": [0.1, 0.3], ..}')
-    rows = {_share(key, f"{where}: a ratio"): (key, value) for key, value in data.items()}
-    if 0 in rows:
-        raise UsageError(f"{where}: a ratio must be above 0")
-    shares, by_head = [], False
-    for ratio in sorted(rows):
-        key, value = rows[ratio]
-        found = len(value) if isinstance(value, list) else 0
-        if found != layers:
-            raise UsageError(f"{where} has {found} layers at {key}, and the model {layers}")
-        by_head |= any(isinstance(own, list) for own in value)
-        shares.append(
-            [_layer(own, f"{where}: layer {i} at {key}", kv_heads) for i, own in enumerate(value)]
-        )
-    return BudgetCurves(sorted(rows), shares, by_head)
-
-
-def _layer(value: Any, where: str, kv_heads: int) -> float:
-    """Return the share of a layer, the mean of its heads where it has one for each."""
-    if not isinstance(value, list):
-        return _share(value, where)
-    if len(value) != kv_heads:
-        raise UsageError(f"{where} has {len(value)} KV heads, and the model {kv_heads}")
-    return math.fsum(_share(each, where) for each in value) / kv_heads
-
-
-def _share(value: Any, where: str) -> float:
     try:
-        share = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        share = math.nan
-    if not 0 <= share <= 1:
-        raise UsageError(f"{where} must be a share from 0 to 1, got {quote(str(value))}")
-    return share
+        rows = BUDGET_CURVES.validate_json(data)
+    except ValueError as error:
+        message = f"{where} holds no budget curves: {reason(error)}"
+        raise UsageError(message, hint='{"0.2": [0.1, 0.3], ..}') from None
+    for at, row in rows.items():
+        if len(row) != layers:
+            raise UsageError(f"{where} has {len(row)} layers at {at:g}, and the model {layers}")
+        for i, own in enumerate(row):
+            if len(own) not in (1, kv_heads):
+                raise UsageError(
+                    f"{where}: layer {i} at {at:g} has {len(own)} KV heads, and the model "
+                    f"{kv_heads}"
+                )
+    ratios = sorted(rows)
+    shares = [[math.fsum(own) / len(own) for own in rows[at]] for at in ratios]
+    return BudgetCurves(ratios, shares)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any, cast, get_args
 
@@ -17,39 +16,19 @@ from kvtool.policies.numbers import PROMPT, SHIFT
 from kvtool.policies.parts import Allocator, Evidence, Pace, Positions, Read, Score
 from kvtool.policies.spelling import is_inside
 
-
-def _one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
-    return lambda found: found in choices, f"one of {', '.join(map(str, choices))}"
-
-
-def _part_of(*kinds: type) -> tuple[Callable[[Any], bool], str]:
-    named = " or ".join(each.__name__ for each in kinds)
-    return lambda found: found is None or isinstance(found, kinds), f"None or {named}"
-
-
-def _is_count(found: Any) -> bool:
-    return isinstance(found, int) and not isinstance(found, bool) and found >= 1
-
-
-_COUNT = _is_count, "a count of 1 or more"
-_SWITCH = (lambda found: isinstance(found, bool)), "true or false"
-_DECLARED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "evidence": _one_of(*Evidence),
-    "when": _one_of("always", "prompt", "never"),
-    "layer_tokens": _one_of("own", "nested", "same"),
-    "positions": _one_of(*get_args(Positions)),
-    "window": _COUNT,
-    "min_budget": _COUNT,
-    "attention": _SWITCH,
-    "keeps_prompt": _SWITCH,
-    "distinct": _SWITCH,
-    "sees_projection": _SWITCH,
-    "sees_hidden": _SWITCH,
-    "allocator": _part_of(Allocator),
-    "head_split": _part_of(HeadSplit),
-    "pace": _part_of(Pace),
-    "evicted": _part_of(Merging, CaliDrop, SelectOnly),
-    "reader": _part_of(Read),
+_SWITCHES = ("attention", "keeps_prompt", "distinct", "sees_projection", "sees_hidden")
+_DECLARED: dict[str, tuple[Any, ...]] = {  # what each may be, or the classes of that
+    "evidence": tuple(Evidence),
+    "when": ("always", "prompt", "never"),
+    "layer_tokens": ("own", "nested", "same"),
+    "positions": get_args(Positions),
+    **dict.fromkeys(("window", "min_budget"), (int,)),
+    **dict.fromkeys(_SWITCHES, (True, False)),
+    "allocator": (None, Allocator),
+    "head_split": (None, HeadSplit),
+    "pace": (None, Pace),
+    "evicted": (None, Merging, CaliDrop, SelectOnly),
+    "reader": (None, Read),
 }
 _ROOTS = frozenset(Score.__mro__)  # beyond these, a class goes on from a score of the package
 
@@ -95,8 +74,8 @@ def check_declared(score: Score) -> None:
     if is_inside(type(score)):
         return
     check_class(type(score), part_label(score))
-    for name, (right, expected) in _DECLARED.items():
-        _check(score, name, right, expected)
+    for name, allowed in _DECLARED.items():
+        _check(score, name, allowed)
     _check_statistics(score)
     _check_called(score, "observe", "evidence is ALL_ROWS", score.evidence is Evidence.ALL_ROWS)
     _check_called(score, "from_hidden", "`sees_hidden` is true", score.sees_hidden)
@@ -130,9 +109,14 @@ def _check_statistics(score: Score) -> None:
             raise fault(score, "statistics", f"name `{name}`, which nobody sums", hint)
 
 
-def _check(score: Score, name: str, right: Callable[[Any], bool], expected: str) -> None:
+def _check(score: Score, name: str, allowed: tuple[Any, ...]) -> None:
     found = run_hook(score, name, lambda: getattr(score, name))
     if inspect.ismethod(found):
         raise fault(score, name, "is a method, and is read as a property", f"@property def {name}")
-    if not right(found):
+    if allowed == (int,):
+        right, expected = type(found) is int and found >= 1, "a count of 1 or more"
+    else:
+        right = any(isinstance(found, a) if isinstance(a, type) else found == a for a in allowed)
+        expected = f"one of {', '.join(getattr(a, '__name__', str(a)) for a in allowed)}"
+    if not right:
         raise fault(score, name, f"is {found!r}, not {expected}")

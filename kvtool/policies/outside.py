@@ -100,8 +100,7 @@ def _find(name: str, base: type, what: str, option: str, imports: bool) -> Any:
         )
     module = sys.modules.get(match[1])
     if imports:
-        module = module or _import(match[1])
-        found = _named(module, match[2])
+        module, found = _imported(match[1], match[2])
     elif module is None:
         raise UsageError(
             f"{what} `{name}` is from a module that is not imported, and a file does not import it",
@@ -121,19 +120,12 @@ def _find(name: str, base: type, what: str, option: str, imports: bool) -> Any:
     return found
 
 
-def _named(module: ModuleType, name: str) -> Any:
-    """Return what a module has under a name; the module may have a function of its own for it."""
-    try:
-        return getattr(module, name, None)
-    except (Exception, SystemExit) as error:
-        message = f"module `{module.__name__}` fails when it is asked for `{name}`"
-        raise UsageError(f"{message}: {in_one_line(error)}") from None
-
-
-def _import(name: str) -> ModuleType:
+def _imported(name: str, wanted: str) -> tuple[ModuleType, Any]:
+    """Return a module and what it has under a name, which may run code of its own again."""
     try:
         with _current_folder():
-            return import_module(name)
+            module = import_module(name)
+        return module, getattr(module, wanted, None)
     except (Exception, SystemExit) as error:
         lacks = error.name if isinstance(error, ModuleNotFoundError) else None
         if lacks is None or not f"{name}.".startswith(f"{lacks}."):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from kvtool.documents.files import expand
+from kvtool.documents.files import digest, expand
 from kvtool.policies.policy import Policy
 from kvtool.policies.spelling import is_inside
 
@@ -54,7 +54,7 @@ def _files_of(part: Any) -> Iterator[str]:
             try:
                 path = expand(str(value))
                 if path.is_file():
-                    yield f"file {each.name} {_hash_file(path)}"
+                    yield f"file {each.name} {digest(path)}"
             except (OSError, ValueError):  # no name of a file
                 continue
 
@@ -75,7 +75,7 @@ def _sources_of(cls: type) -> Iterator[str]:
         if path in seen:
             continue
         seen.add(path)
-        yield f"module {name} {_hash_file(path)}"
+        yield f"module {name} {digest(path)}"
         for imported in _imported(name, path):
             start = imported.partition(".")[0]
             if start not in _LIBRARIES and (root.name not in _INSTALLED or start == top):
@@ -111,10 +111,6 @@ def _imported(name: str, path: Path) -> Iterator[str]:
                 yield start
             for alias in node.names:
                 yield f"{start}.{alias.name}" if start else alias.name
-
-
-def _hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _hash_class(cls: type) -> str:

@@ -28,16 +28,17 @@ def layout(document: Any) -> RenderableType:
 
 
 def text(document: Any, width: int) -> str:
-    """Return what a terminal shows of a document, without colours and without trailing blanks.
+    """Return what a terminal of a width in letters shows of a document, without colours."""
+    return plain_text(layout(document), width)
 
-    Args:
-        width: letters of a line.
-    """
+
+def plain_text(content: RenderableType, width: int) -> str:
+    """Return what a terminal without colours shows, without the spaces that end its lines."""
     written = io.StringIO()
     console = Console(
         file=written, width=width, highlight=False, color_system=None, force_jupyter=False
     )
-    console.print(layout(document), crop=False)  # a command stays on its line
+    console.print(content, crop=False)  # a command stays on its line
     return "".join(f"{line.rstrip()}\n" for line in written.getvalue().splitlines())
 
 

@@ -20,9 +20,8 @@ from kvtool.cache.tensor_files.tensor_file import (
     write_tensors,
 )
 from kvtool.documents import files
-from kvtool.documents.files import write_text
+from kvtool.documents.files import digest, write_text
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.samples.data_files import digest
 
 TENSORS = {
     **{name: torch.arange(1, 7).view(2, 3).to(dtype) for name, dtype in _DTYPES.items()},

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,7 +190,8 @@ def test_texts_and_answers_of_other_harnesses(long_rope):
 @pytest.mark.exhaustive
 def test_the_full_cache_is_followed_through_its_whole_answer(long_rope):
     bench = bench_of(long_rope)
-    found = compare_with_full(bench, (TEXT, QUESTION), 30, query_aware=False, question_kept=False)
+    later = SimpleNamespace(knows_query=lambda _: False, keeps_question=lambda _: False)
+    found = compare_with_full(later, bench, Sample("", TEXT, (Turn(QUESTION, (), 30),)))
     assert found["agreement"] == 1.0
     assert found["kl"] < 1e-6
 

@@ -143,7 +143,7 @@ def test_the_bound_stays_that_of_the_run_and_a_wrong_one_is_refused(folder, kvto
         assert rescore(folder, [], Watcher(), within=given).verdict.within == kept
     refused = kvtool("eval", "--rescore", str(folder), "--within", "0")
     assert (refused.code, refused.out) == (2, "")
-    assert "error: --within must be above 0 and at most 100 (percent), got 0" in refused.err
+    assert "error: --within 0.0: must be above 0, got" in refused.err
 
 
 def test_the_bound_of_a_recipe_is_checked_and_locked(folder, kvtool):

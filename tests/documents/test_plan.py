@@ -71,7 +71,7 @@ def test_a_ratio_is_written_as_a_number_where_that_is_exact():
 
 def test_a_target_is_one_size():
     for given in ({}, {"ratio": 0.2, "tokens": 5}, {"tokens": 5, "bytes": 5}):
-        with pytest.raises(ValueError, match="must be one of ratio, tokens and bytes, got"):
+        with pytest.raises(ValueError, match="must have one of ratio, tokens, bytes, got"):
             Target(context=10, **given)
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from kvtool.documents.results import MetricEntry, ResultsDocument
 from kvtool.documents.verdict import Interval, Paired
-from kvtool.errors import UsageError
-from kvtool.evaluation.verdict import check_within, make_verdict
+from kvtool.evaluation.verdict import make_verdict
 from tests.report.examples import document, result, variants
 
 VARIANTS = variants({"streaming": 0, "h2o": 0, "roco": 0}, (64, 128))
@@ -210,9 +209,3 @@ def test_results_with_a_verdict_are_read_back():
     written = document().model_copy(update={"verdict": verdict})
     assert ResultsDocument.model_validate_json(written.to_json()).verdict == verdict
     assert "verdict" not in document().to_data(), "which runs of before do not have"
-
-
-@pytest.mark.parametrize("within", [0, -1, 100.5])
-def test_a_bound_is_a_share(within):
-    with pytest.raises(UsageError, match=f"above 0 and at most 100 .percent., got {within}"):
-        check_within(within)

@@ -21,26 +21,24 @@ def test_shares_between_two_ratios_are_on_the_line(tmp_path):
     assert found.at(0.4) == pytest.approx([0.6, 0.2])
     assert found.at(0.05) == pytest.approx([0.05, 0.05])  # half of the smallest
     assert found.at(0.8) == pytest.approx([1.2, 0.4])
-    assert not found.by_head
 
 
 def test_a_layer_gets_the_mean_of_its_heads(tmp_path):
     found = curves(tmp_path, {"0.2": [[0.1, 0.3], [0.0, 0.4]]})
-    assert found.by_head
     assert found.at(0.2) == pytest.approx([0.2, 0.2])
 
 
 def test_what_is_no_curve_is_refused_in_a_line(tmp_path):
     for data, told in [
         ({"0.2": [0.1, 0.3, 0.2]}, "has 3 layers at 0.2, and the model 2"),
-        ({"0.2": [[0.1, 0.3], [0.2]]}, "layer 1 at 0.2 has 1 KV heads, and the model 2"),
-        ({"0.2": [0.1, 1.5]}, "layer 1 at 0.2 must be a share from 0 to 1, got `1.5`"),
-        ({"many": [0.1, 0.2]}, "a ratio must be a share from 0 to 1, got `many`"),
-        ({"0": [0.1, 0.2]}, "a ratio must be above 0"),
+        ({"0.2": [[0.1, 0.3], [0.2] * 3]}, "layer 1 at 0.2 has 3 KV heads, and the model 2"),
+        ({"0.2": [0.1, 1.5]}, "0.2.1.0: must be at most 1, got `1.5`"),
+        ({"many": [0.1, 0.2]}, "must be a number, got `many`"),
+        ({"0": [0.1, 0.2]}, "must be above 0, got `0`"),
         ([1], "holds no budget curves"),
         ("{", "holds no budget curves"),
-        ('{"0.2": 5}', "has 0 layers at 0.2"),
-        ('{"0.2": [NaN, 0.1]}', "must be a share from 0 to 1, got `nan`"),
+        ('{"0.2": 5}', "0.2: must be a valid array, got `5`"),
+        ('{"0.2": [NaN, 0.1]}', "must be at most 1, got `nan`"),
     ]:
         with pytest.raises(UsageError) as caught:
             curves(tmp_path, data)

@@ -204,7 +204,7 @@ def test_observe_writes_to_its_statistics_in_place():
         ("when", "ever", "when is 'ever', not one of always, prompt, never"),
         ("attention", lambda self: True, "attention is a method, and is read as a property"),
         ("min_budget", property(lambda self: 0), "min_budget is 0, not a count"),
-        ("pace", property(lambda self: 3), "pace is 3, not None or Pace"),
+        ("pace", property(lambda self: 3), "pace is 3, not one of None, Pace"),
         ("evicted", property(lambda self: 1 // 0), "evicted raised ZeroDivisionError"),
     ],
 )

@@ -77,7 +77,7 @@ def test_no_module_of_kvtool_is_read(folder, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(kvtool.__file__).parents[1]))
     (folder / "../kvtool").symlink_to(Path(kvtool.__file__).parent)
     read = []
-    monkeypatch.setattr("kvtool.policies.source._hash_file", lambda path: read.append(path) or "")
+    monkeypatch.setattr("kvtool.policies.source.digest", lambda path: read.append(path) or "")
     hashed()
     assert {path.name for path in read} == {
         *("scores.py", "helper.py", "beside.py", "deep.py", "__init__.py", "lone.py")

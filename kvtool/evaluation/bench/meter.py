@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
 
 
+_REPORTED = (
+    *("kv_bytes", "allocated_bytes", "state_bytes", "full_bytes", "host_bytes"),
+    *("traffic_pairs", "traffic_bytes", "evicted"),
+)
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -137,15 +141,8 @@ class Meter:
         attended = [kept for kept in report.kept_per_layer if kept] or [0]
         now = {
             "kept_tokens": sum(attended) / len(attended),
-            "kv_bytes": report.kv_bytes,
-            "allocated_bytes": report.allocated_bytes,
-            "state_bytes": report.state_bytes,
-            "full_bytes": report.full_bytes,
             "peak_kv_bytes": report.peak_bytes,
-            "traffic_pairs": report.traffic_pairs,
-            "traffic_bytes": report.traffic_bytes,
-            "evicted": report.evicted,
-            "host_bytes": report.host_bytes,
+            **{name: getattr(report, name) for name in _REPORTED},
         }
         self.bytes = {name: max(value, self.bytes.get(name, 0)) for name, value in now.items()}
         before = self.kept_per_layer or [0] * len(report.kept_per_layer)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvtool.documents.results import GateResult, TaskResult
 from kvtool.errors import UsageError
+from kvtool.evaluation.run.collect import is_baseline
 from kvtool.evaluation.tasks.task import covers
-from kvtool.planning.variants import BASELINE
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,6 @@ class Gate:
     task: str
     least: float | None = None
     max_drop: float | None = None
-
-    def covers(self, task: str) -> bool:
-        """Return whether the gate is about a task."""
-        return covers(self.task, task)
 
 
 def parse_least(text: str) -> Gate:
@@ -55,7 +51,7 @@ def check_gates(gates: Sequence[Gate], tasks: Sequence[tuple[str, float | None, 
         UsageError: a gate about no task of this run, or above the best value of a task.
     """
     for gate in gates:
-        covered = [task for task in tasks if gate.covers(task[0])]
+        covered = [task for task in tasks if covers(gate.task, task[0])]
         if not covered:
             raise UsageError(
                 f"gate on `{gate.task}`: no such task in this run",
@@ -78,21 +74,17 @@ def judge(gates: Sequence[Gate], results: Sequence[TaskResult]) -> list[GateResu
     (`*`) leaves out those where percent of the full cache mean nothing, such as seconds, and texts
     that were fed in other blocks than to the full cache.
     """
-    full = {result.task: result for result in results if _is_full(result)}
-    compressed = [result for result in results if not _is_full(result)]
+    full = {result.task: result for result in results if is_baseline(result.variant)}
+    compressed = [result for result in results if not is_baseline(result.variant)]
     verdicts = []
     for gate in gates:
         for result in compressed or results:
             alike = gate.max_drop is None or result.fed_like(full.get(result.task, result))
             if gate.task == "*" and not (result.droppable and alike):
                 continue
-            if gate.covers(result.task):
+            if covers(gate.task, result.task):
                 verdicts.append(_judge(gate, result))
     return verdicts
-
-
-def _is_full(result: TaskResult) -> bool:
-    return result.variant.partition(",")[0] == BASELINE
 
 
 def _judge(gate: Gate, result: TaskResult) -> GateResult:

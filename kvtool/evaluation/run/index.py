@@ -73,8 +73,8 @@ def read_samples(store: Store) -> SamplesDocument:
 def _read(path: Path, document: type[Kind], kind: str) -> Kind:
     try:
         data = load_json(path.read_bytes())
-        known = data if isinstance(data, dict) and data.get("kind") == kind else {}
-        version = known.get("schema_version")
+        known = isinstance(data, dict) and data.get("kind") == kind
+        version = data.get("schema_version") if known else None
         if version != SCHEMA_VERSION:
             by = f" of this kvtool (schema_version {version}, not {SCHEMA_VERSION})"
             raise UsageError(

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def _sample_name(sample: str, cell: object) -> str:
     return json.dumps([sample, cell or {}], sort_keys=True)
 
 
+@dataclass(frozen=True)
 class Run:
     """One comparison and its folder.
 
@@ -94,23 +96,19 @@ class Run:
         within: percent of the full cache's score, for the verdict.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        index: SamplesDocument,
-        head: ResultsDocument,
-        *,
-        gates: Sequence[Gate],
-        within: float,
-        variants: Sequence[Variant],
-        tasks: Sequence[Task],
-        model_digest: str = "",
-    ) -> None:
-        self.store, self.index, self.head = store, index, head
-        self.gates, self.within = list(gates), within
-        self._variants, self._tasks = list(variants), list(tasks)
-        protocol = Protocol(**index.protocol.model_dump())
-        self._place = Place(index.model, protocol, model_digest)
+    store: Store
+    index: SamplesDocument
+    head: ResultsDocument
+    gates: Sequence[Gate]
+    within: float
+    variants: Sequence[Variant]
+    tasks: Sequence[Task]
+    model_digest: str = ""
+
+    @cached_property
+    def _place(self) -> Place:
+        protocol = Protocol(**self.index.protocol.model_dump())
+        return Place(self.index.model, protocol, self.model_digest)
 
     @classmethod
     def plan(
@@ -158,7 +156,6 @@ class Run:
             claim=claim,
             pairs=list(pairs),
         )
-        tasks = [job.task for job in jobs]
         return cls(
             store,
             index,
@@ -166,7 +163,7 @@ class Run:
             gates=gates,
             within=within,
             variants=variants,
-            tasks=tasks,
+            tasks=[job.task for job in jobs],
             model_digest=model_digest(loaded),
         )
 
@@ -182,7 +179,7 @@ class Run:
         A record without a fingerprint counts if its key is the one that it would have now.
         """
         unknown = 0
-        for job, variant in product(jobs, self._variants):
+        for job, variant in product(jobs, self.variants):
             shared = self._place.shared_fingerprint(variant, job.task)
             configuration = self._place.configuration(variant, job.task)
             there: dict[str, list[Json]] = defaultdict(list)
@@ -238,7 +235,7 @@ class Run:
 
     def unfinished(self, jobs: Sequence[Job]) -> list[Measurement]:
         """Return what is not done, in the order in which it will be."""
-        return unfinished(jobs, self._variants, self._place, self.store)
+        return unfinished(jobs, self.variants, self._place, self.store)
 
     def check_same(self, model: dict[str, Any]) -> None:
         """Refuse to share a run with a process that measures something else.
@@ -271,7 +268,7 @@ class Run:
         Raises:
             KvtoolError: a sample failed and `stop_on_error` is set.
         """
-        variants, place = self._variants, self._place
+        variants, place = self.variants, self._place
         steps = run_measurements(measurements, jobs, variants, loaded, place, self.store)
         try:
             for step in steps:
@@ -290,11 +287,11 @@ class Run:
 
     def results(self) -> ResultsDocument:
         """Put together what has been measured so far."""
-        entries = zip(self._tasks, self.index.tasks, strict=True)
+        entries = zip(self.tasks, self.index.tasks, strict=True)
         measured = [
             self._measured(variant, task, entry)
             for task, entry in entries
-            for variant in self._variants
+            for variant in self.variants
         ]
         results = compared_results(measured)
         done = sum(len(each.records) + each.failed for each in measured)
@@ -303,7 +300,7 @@ class Run:
                 "kvtool": VERSION,
                 "finished": _now(),
                 "complete": done == sum(each.planned for each in measured),
-                "variants": [variant_entry(variant) for variant in self._variants],
+                "variants": [variant_entry(variant) for variant in self.variants],
                 "results": results,
                 "averages": averages(results),
                 "gates": judge(self.gates, results),
@@ -313,10 +310,9 @@ class Run:
             }
         )
         asked = compare(document, document.pairs) if document.pairs else []
-        claim = document.claim
         more = {
             "differences": [*asked, *document.differences],
-            "claim_verdict": None if claim is None else judge_claim(claim, document),
+            "claim_verdict": document.claim and judge_claim(document.claim, document),
         }
         return document.model_copy(update=more)
 

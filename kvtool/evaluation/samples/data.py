@@ -15,12 +15,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from kvtool.documents.files import expand
+from kvtool.documents.files import digest, expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.samples.data_files import (
     Row,
     chatter_on_stderr,
-    digest,
     find_in_folder,
     load_json,
     one_line,

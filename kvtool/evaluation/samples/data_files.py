@@ -7,7 +7,6 @@ JSON and CSV are read with the standard library, since the columns of a benchmar
 from __future__ import annotations
 
 import csv
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvtool.documents.files import digest
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 
 Row = dict[str, Any]
@@ -82,15 +82,6 @@ def read_by(read: Callable[[Path], Value], path: Path, *, task: str) -> Value:
         return read(path)
     except Exception as error:  # any: of a damaged file, libraries raise what they like
         raise KvtoolError(f"{task}: cannot read `{path}`: {one_line(error)}") from error
-
-
-def digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    sha = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            sha.update(block)
-    return sha.hexdigest()
 
 
 @contextmanager

@@ -96,14 +96,7 @@ class FidelityTask(Task):
                 yield Sample(f"length={length}/{name}", cut, (turn,), cell)
 
     def run(self, bench: Bench, sample: Sample) -> Json:
-        turn = sample.turns[0]
-        return compare_with_full(
-            bench,
-            (sample.context, turn.question + turn.answer_prefix),
-            self.new_tokens,
-            query_aware=self.knows_query(bench.protocol),
-            question_kept=self.keeps_question(bench.protocol),
-        )
+        return compare_with_full(self, bench, sample)
 
     def score(self, record: Json) -> dict[str, float]:
         same = record["prediction"] == record["references"][0]
@@ -155,23 +148,17 @@ def overlap_protocol() -> str:
     return f"kvtool; corpus BLEU {bleu_signature(sentence=False)}; ROUGE with stemmer"
 
 
-def compare_with_full(
-    bench: Bench,
-    prompt: tuple[str, str],
-    new_tokens: int,
-    *,
-    query_aware: bool,
-    question_kept: bool,
-) -> Json:
-    """Let the variant follow the full cache's answer, then answer by itself.
-
-    Args:
-        prompt: the context, and the rest, which comes as a turn of its own unless `query_aware`.
-        question_kept: whether that turn is kept whole.
-    """
+def compare_with_full(task: Task, bench: Bench, sample: Sample) -> Json:
+    """Let the variant follow the full cache's answer, then answer by itself."""
     from kvtool.generation import compare_logits, follow
 
-    parts = _encode(bench, prompt, query_aware)
+    turn, question_kept = sample.turns[0], task.keeps_question(bench.protocol)
+    question, new_tokens = turn.question + turn.answer_prefix, turn.max_new_tokens
+    if task.knows_query(bench.protocol):
+        parts = [bench.encode(sample.context + question, special=True)]
+    else:  # as a turn of its own
+        later = bench.encode_on(Piece("", question))
+        parts = [bench.encode(sample.context, special=True), later]
     token_ids, text, full_logits = bench.once(
         "full answer", lambda: _full_answer(bench, torch.cat(parts, 1), new_tokens)
     )
@@ -190,14 +177,6 @@ def compare_with_full(
         "new_tokens": answer.new_tokens,
         **asdict(close),
     }
-
-
-def _encode(bench: Bench, prompt: tuple[str, str], query_aware: bool) -> list[torch.Tensor]:
-    """Return the token ids of what is fed at once."""
-    if query_aware:
-        return [bench.encode("".join(prompt), special=True)]
-    later = bench.encode_on(Piece("", prompt[1]))
-    return [bench.encode(prompt[0], special=True), later]
 
 
 def _full_answer(
@@ -271,15 +250,7 @@ class Reconstruct(Task):
         ]
 
     def run(self, bench: Bench, sample: Sample) -> Json:
-        turn = sample.turns[0]
-        record = compare_with_full(
-            bench,
-            (sample.context, turn.question),
-            turn.max_new_tokens,
-            query_aware=self.knows_query(bench.protocol),
-            question_kept=self.keeps_question(bench.protocol),
-        )
-        return record | {"source": sample.context}
+        return compare_with_full(self, bench, sample) | {"source": sample.context}
 
     @property
     def protocol(self) -> str:

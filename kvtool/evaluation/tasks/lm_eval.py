@@ -214,11 +214,8 @@ class LmEval(Task):
     include_path: str | None = None
 
     metric: ClassVar[str] = "score"
+    chat: ClassVar[bool] = False
     extra: ClassVar[str | None] = "lm-eval"
-
-    @property
-    def chat(self) -> bool:
-        return False
 
     @property
     def protocol(self) -> str:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import yaml
 from pydantic import PrivateAttr
 
-from kvtool.documents.files import expand
+from kvtool.documents.files import digest, expand
 from kvtool.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.evaluation.metrics.code import code_sim
 from kvtool.evaluation.metrics.text import (
@@ -30,7 +30,7 @@ from kvtool.evaluation.metrics.text import (
     rouge_l,
 )
 from kvtool.evaluation.samples.data import PRESETS, Data, Rows, read_rows
-from kvtool.evaluation.samples.data_files import digest, load_json, read_by
+from kvtool.evaluation.samples.data_files import load_json, read_by
 from kvtool.evaluation.samples.questions import require
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import Asking

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import ClassVar
 
-from kvtool.documents.files import expand
+from kvtool.documents.files import digest, expand
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.metrics.code import LETTERS, stated_letter
 from kvtool.evaluation.metrics.text import said
-from kvtool.evaluation.samples.data_files import Row, digest, load_text, read_by
+from kvtool.evaluation.samples.data_files import Row, load_text, read_by
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
 from kvtool.evaluation.tasks.asking import ShortAnswer
 from kvtool.evaluation.tasks.task import Place

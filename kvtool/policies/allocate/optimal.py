@@ -180,20 +180,14 @@ class Optimal(Allocator):
                 f"--budgets {int(mean) // 2 or 1},..",
             )
         if self.heads:
-            return self._over_heads(problem)
-        best = best_split(problem)
-        forecast = forecast_losses(problem, best)
-        if forecast is None or not forecast.gains:
-            return Uniform().split(problem)
-        return Allocation(best, problem.total)
-
-    def _over_heads(self, problem: AllocationProblem) -> Allocation:
-        best = best_heads(problem)
-        split = Allocation([sum(own) // len(own) for own in best], problem.total, best)
-        forecast = forecast_heads(problem, split)
-        if forecast is None or not forecast.gains:
-            return Uniform().split(problem)
-        return split
+            best = best_heads(problem)
+            split = Allocation([sum(own) // len(own) for own in best], problem.total, best)
+            forecast = forecast_heads(problem, split)
+        else:
+            split = Allocation(best_split(problem), problem.total)
+            forecast = forecast_losses(problem, split.tokens)
+        gains = forecast is not None and forecast.gains
+        return split if gains else Uniform().split(problem)
 
 
 def best_split(problem: AllocationProblem) -> list[int]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.columns import centred
 from kvtool.policies.every import Every
 from kvtool.policies.evidence import AttentionRows, MomentsAsked, QueryMoments
 from kvtool.policies.numbers import PROMPT, Count, State, at_least_zero, half, minimum
@@ -87,12 +88,8 @@ def standardised(numbers: Tensor, stored: Tensor) -> Tensor:
     Returns:
         The like, 0 in empty slots.
     """
-    held = stored[:, :, None]
-    count = held.sum(-1, keepdim=True).clamp(min=1)
-    mean = numbers.masked_fill(~held, 0).sum(-1, keepdim=True) / count
-    centred = (numbers - mean).masked_fill(~held, 0)
-    deviation = (centred.square().sum(-1, keepdim=True) / count).sqrt()
-    return centred / deviation.clamp(min=_NARROWEST)
+    apart, variance = centred(numbers, stored[:, :, None])
+    return apart / variance.sqrt().clamp(min=_NARROWEST)
 
 
 @dataclass(frozen=True)
