@@ -141,7 +141,8 @@ def quantised_by(config: Any) -> str | None:
     if settings is None:
         return None
     entries = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
-    return str(entries.get("quant_method") or "bitsandbytes")  # which early files do not name
+    method = entries.get("quant_method") or "bitsandbytes"  # which early files do not name
+    return str(getattr(method, "value", method))
 
 
 def trained_length(config: Any) -> int | None:

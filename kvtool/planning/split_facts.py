@@ -177,10 +177,12 @@ class BudgetCurves:
     Attributes:
         ratios: mean shares of the prompt, ascending.
         shares: for each ratio the share of each layer, the mean over its KV heads.
+        by_head: whether the file has shares of KV heads.
     """
 
     ratios: Sequence[float]
     shares: Sequence[Sequence[float]]
+    by_head: bool
 
     def at(self, ratio: float) -> list[float]:
         """Return the shares of the layers for a ratio, on the lines between those of the file.
@@ -230,4 +232,5 @@ def read_curves(path: str, layers: int, kv_heads: int) -> BudgetCurves:
                 )
     ratios = sorted(rows)
     shares = [[math.fsum(own) / len(own) for own in rows[at]] for at in ratios]
-    return BudgetCurves(ratios, shares)
+    by_head = any(len(own) > 1 for row in rows.values() for own in row)
+    return BudgetCurves(ratios, shares, by_head)

@@ -21,10 +21,12 @@ def test_shares_between_two_ratios_are_on_the_line(tmp_path):
     assert found.at(0.4) == pytest.approx([0.6, 0.2])
     assert found.at(0.05) == pytest.approx([0.05, 0.05])  # half of the smallest
     assert found.at(0.8) == pytest.approx([1.2, 0.4])
+    assert not found.by_head
 
 
 def test_a_layer_gets_the_mean_of_its_heads(tmp_path):
     found = curves(tmp_path, {"0.2": [[0.1, 0.3], [0.0, 0.4]]})
+    assert found.by_head
     assert found.at(0.2) == pytest.approx([0.2, 0.2])
 
 
