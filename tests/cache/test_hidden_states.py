@@ -264,5 +264,5 @@ def test_declarations_that_do_nothing_are_refused():
         declared(sees_hidden=True, statistics=("sum",))
     with pytest.raises(PolicyError, match="are empty, and there is nothing to fill"):
         declared(sees_hidden=True, from_hidden=made)
-    with pytest.raises(PolicyError, match="sees_hidden is 3, not true or false"):
+    with pytest.raises(PolicyError, match="sees_hidden is 3, not one of True, False"):
         declared(sees_hidden=3, from_hidden=made, statistics=("sum",))
