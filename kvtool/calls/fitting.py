@@ -140,11 +140,7 @@ def _memory_of(settings: DeviceSettings, run: Run) -> DeviceMemory:
 
 
 def _estimate(settings: DeviceSettings, run: Run, *, only_weights: bool = False) -> RunMemory:
-    """Estimate a run; of a memory that was named, say how it is split up and what would fit.
-
-    Args:
-        only_weights: whether the call has no flags for its cache.
-    """
+    """Estimate a run; of a memory that was named, say how it is split up and what would fit."""
     memory = _memory_of(settings, run)
     cache = estimate_memory(run.config, run.dtype, run.variant, run.text, memory)
     found = RunMemory.of(memory, cache)
@@ -174,11 +170,7 @@ def _prompt_tokens(
     *,
     closed: bool,
 ) -> int:
-    """Count what is fed before the last answer, with what the chat template sets around it.
-
-    Args:
-        closed: whether the message ends with the prompt.
-    """
+    """Count what is fed before the last answer, with what the chat template sets around it."""
     from kvtool.models.chat import continued_ids, make_frame
 
     system = settings.system

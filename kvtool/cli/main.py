@@ -136,11 +136,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_docstrings() -> None:
-    """Refuse `python -OO`, under which transformers cannot be imported and no command has a help.
-
-    Raises:
-        KvtoolError: Python was started so.
-    """
+    """Refuse `python -OO`, under which transformers fails and no command has a help."""
     if sys.flags.optimize > 1:
         raise KvtoolError(
             "python -OO (PYTHONOPTIMIZE=2) leaves out docstrings, which transformers needs",

@@ -134,11 +134,7 @@ def checked_policy(report: PolicyReport) -> RenderableType:
 
 
 def _table(width: int, first: str, second: str, goes_on: int | None = None) -> Table:
-    """Make a table whose columns are aligned with those of another one.
-
-    Args:
-        goes_on: the least width of a column for what modifiers go on; None: no such column.
-    """
+    """Make a table whose columns are aligned with those of another one."""
     table = Table(box=None, pad_edge=False, header_style="bold", expand=True)
     table.add_column(first, no_wrap=True, width=width)
     table.add_column(second, overflow="fold", ratio=8)

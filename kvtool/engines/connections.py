@@ -51,9 +51,10 @@ class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     most = _MOST if _FILES < 0 else max(1, min(_MOST, _FILES - _RESERVED))
     head, body = _HEAD, _BODY
 
+    _timer: asyncio.TimerHandle | None = None
+    _waits_for: str | None = None
+
     def connection_made(self, transport: Any) -> None:
-        self._timer: asyncio.TimerHandle | None = None
-        self._waits_for: str | None = None
         super().connection_made(transport)
         self._wait()
         if len(self.connections) > self.most:

@@ -109,11 +109,7 @@ class Opener:
     """Turns requests into tokens, and finds what they go on from."""
 
     def __init__(self, loaded: Loaded, longest: int | None) -> None:
-        """Prepare.
-
-        Args:
-            longest: tokens that a prompt may have, a text before included; None: any number.
-        """
+        """Take how many tokens a prompt may have, a text before included; None: any number."""
         self._loaded, self._longest = loaded, longest
         fast = getattr(loaded.tokenizer, "is_fast", False)
         self._lock = contextlib.nullcontext() if fast else threading.Lock()

@@ -74,11 +74,7 @@ class Choice(Section):
 
 
 class StreamOptions(Section):
-    """What a stream holds beside its text.
-
-    Attributes:
-        include_obfuscation: is not done, and changes no text.
-    """
+    """What a stream holds beside its text; obfuscation is not done, and changes no text."""
 
     model_config = ConfigDict(strict=True)
 
@@ -214,11 +210,7 @@ def _known(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of_transformers(given: Any) -> dict[str, Any]:
-    """Return the settings that `transformers chat` sends as a text of JSON, as OpenAI names them.
-
-    Raises:
-        UsageError: one that changes answers otherwise.
-    """
+    """Return the settings of `transformers chat`, which sends a text of JSON, as OpenAI names them."""
     if given is None:
         return {}
     found = given if isinstance(given, dict) else _json(str(given), "generation_config")

@@ -13,7 +13,6 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from kvtool.cache.whole.batching import take_entry, why_apart
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import KvtoolError, UsageError
-from kvtool.generation.continuation import Fed, feed_prompt
+from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.model_settings import end_tokens
 from kvtool.generation.serving import (
@@ -38,6 +37,7 @@ from kvtool.generation.serving import (
 )
 from kvtool.model_shape import layer_shapes
 
+_END = object()
 _LAST_STEP = 10.0  # seconds that the last step may take; a long prompt is left behind
 
 
@@ -171,7 +171,7 @@ class LiveAnswers:
         """
         self.model, self.tokenizer, self.memory = model, tokenizer, memory
         self._piece = piece
-        self._reading: _Reading | None = None
+        self._reading: tuple[Job, Generator[None, None, None]] | None = None
         self.held = Held()
         self._room = Room(memory, most_sequences)
         self._coming: deque[Job] = deque()
@@ -208,7 +208,7 @@ class LiveAnswers:
         """Return the requests of each batch; one that is being read is a batch of its own."""
         reading = self._reading
         batches = [live.jobs for live in list(self._batches)]
-        return batches if reading is None else [*batches, [reading.job]]
+        return batches if reading is None else [*batches, [reading[0]]]
 
     def end(self, why: Exception) -> int:
         """End the thread after its step and all requests with a reason; return their number."""
@@ -238,12 +238,9 @@ class LiveAnswers:
                 if self._stopping:
                     return
             self._drop_cancelled()
-            if self._reading is None:
-                job = self._next()
-                if job is not None:
-                    self._reading = _Reading(job)
-            reading = self._reading
-            if reading is not None and not self._guard([reading.job], partial(self._read, reading)):
+            if self._reading is None and (job := self._next()) is not None:
+                self._reading = job, self._read(job)
+            if self._reading is not None and not self._guard([self._reading[0]], self._read_on):
                 self._reading = None
             for live in list(self._batches):
                 if not self._guard(live.jobs, live.step) or not live.jobs:
@@ -265,7 +262,7 @@ class LiveAnswers:
     def _drop_cancelled(self) -> None:
         with self._change:
             self._coming = deque(job for job in self._coming if not job.cancelled.is_set())
-        if self._reading is not None and self._reading.job.cancelled.is_set():
+        if self._reading is not None and self._reading[0].cancelled.is_set():
             self._reading = None
         for live in list(self._batches):
             if not self._guard(live.jobs, live.drop_cancelled) or not live.jobs:
@@ -294,21 +291,20 @@ class LiveAnswers:
             sizes.append(own)
         return sizes if job is None or joined else [*sizes, [job.sequence_bytes]]
 
-    def _read(self, reading: _Reading) -> None:
-        """Read a piece of a prompt, and let the request join the others behind the last one."""
-        job = reading.job
-        steps = reading.steps
-        if steps is None:
-            opened = job.open()
-            job.begin(opened)
-            new, piece = job.max_new_tokens, self._piece if self._takes_whole(opened) else None
-            given = (opened.cache, opened.asked.ids, None, new, self.tokenizer, piece)
-            steps = reading.begin(feed_prompt(self.model, *given))
-        try:
-            next(steps)
-        except StopIteration as end:
+    def _read(self, job: Job) -> Generator[None, None, None]:
+        """Read a request's prompt, with a pause after each piece, and let it join the others."""
+        opened = job.open()
+        job.begin(opened)
+        ids, new = opened.asked.ids, job.max_new_tokens
+        piece = self._piece if self._takes_whole(opened) else None
+        given = (self.model, opened.cache, ids, None, new, self.tokenizer, piece)
+        known, logits, _ = yield from feed_prompt(*given)
+        self._admit(job, opened, known, logits)
+
+    def _read_on(self) -> None:
+        """Read a piece of the prompt that is being read."""
+        if self._reading is not None and next(self._reading[1], _END) is _END:
             self._reading = None
-            self._admit(job, *end.value[:2])
 
     def _takes_whole(self, opened: Opened) -> bool:
         """Whether all layers may hold a prompt until its end, which one that comes at once may not.
@@ -324,9 +320,7 @@ class LiveAnswers:
         tokens = max(cache.tokens_seen()) + opened.asked.ids.shape[1]
         return token * tokens + bytes_of(self._sizes()) <= self.memory
 
-    def _admit(self, job: Job, ids: torch.Tensor, logits: torch.Tensor) -> None:
-        opened = job.opened
-        assert opened is not None, "which has been read"
+    def _admit(self, job: Job, opened: Opened, ids: torch.Tensor, logits: torch.Tensor) -> None:
         prompt = Waiting(0, ids, job.max_new_tokens, job.sequence_bytes)
         running = begin(self.model, self.tokenizer, prompt, job.drawing)
         if why_apart(opened.cache.policy) is None and not opened.cache.recurrent:
@@ -336,19 +330,6 @@ class LiveAnswers:
                     return
         batch = Batch(opened.cache, logits, [running])
         self._batches.append(_Live(self.model, self.held, job.group, [job], batch))
-
-
-@dataclass(eq=False)
-class _Reading:
-    """A request whose prompt is being read; its steps are the pieces, None before the first."""
-
-    job: Job
-    steps: Generator[None, None, Fed] | None = None
-
-    def begin(self, steps: Generator[None, None, Fed]) -> Generator[None, None, Fed]:
-        """Take the steps, the first of which comes next."""
-        self.steps = steps
-        return steps
 
 
 @dataclass(eq=False)

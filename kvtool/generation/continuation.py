@@ -203,9 +203,6 @@ def generate(
     )
 
 
-Fed = tuple[Tensor, Tensor, float]
-
-
 def feed_prompt(
     model: PreTrainedModel,
     cache: KVCache,
@@ -214,7 +211,7 @@ def feed_prompt(
     new_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
     piece: int | None = None,
-) -> Generator[None, None, Fed]:
+) -> Generator[None, None, tuple[Tensor, Tensor, float]]:
     """Feed a prompt, and before it what the cache knows and has not been fed.
 
     Args:

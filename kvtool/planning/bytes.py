@@ -237,12 +237,7 @@ def _of_layer(
     text: Text,
     place: tuple[int, int],
 ) -> tuple[int, int, int, int]:
-    """Count what one sequence holds and reads in a layer, what it reads in full, and its pairs.
-
-    Args:
-        budget: None where the layer keeps its window.
-        place: which it is of how many layers whose budget is free.
-    """
+    """Count what one sequence holds and reads in a layer, what it reads in full, and its pairs."""
     codec = None if policy is None else policy.codec
     if budget is not None:
         slots, beside, read = _free(policy, layer, budget, text, place)
@@ -272,11 +267,7 @@ def _free(
     text: Text,
     place: tuple[int, int],
 ) -> tuple[int, int, int]:
-    """Count the slots of one sequence in a layer whose budget is free, and bytes beside and read.
-
-    Args:
-        place: which it is of how many such layers.
-    """
+    """Count the slots of one sequence in a layer of free budget, and bytes beside and read."""
     if policy is None:
         slots = _slots(budget.tokens, text) * layer.kv_heads
         return slots, 0, min(budget.tokens + 1, text.last) * layer.bytes

@@ -147,13 +147,7 @@ def _read(
 def _follow(
     model: PreTrainedModel, full: KVCache, text: AskedText, cut: SlotLayer | None = None
 ) -> Tensor:
-    """Return the logits, (1, tokens, vocab), from which an answer comes; nothing is stored.
-
-    Where nothing is asked, the logits after each token count.
-
-    Args:
-        cut: takes the place of the full cache's layer, and reads the answer whole.
-    """
+    """Return the logits, (1, tokens, vocab), from which an answer comes; nothing is stored."""
     ids = text.rest.to(model.device)
     with full.rollback(), full.prompt([full.first_layer.seen + ids.shape[1]]):
         if cut is not None:

@@ -1,5 +1,6 @@
 """A prompt that is read in pieces is the prompt read at once, and others go on between."""
 
+import itertools
 import threading
 
 import pytest
@@ -74,16 +75,18 @@ def test_answers_go_on_between_the_pieces_of_a_prompt(loaded, policy, memory, pi
     answers = LiveAnswers(loaded.model, loaded.tokenizer, memory=memory, piece=PIECE)
     with answers._change:  # both are there before the first is begun
         answers._coming += [
-            job(loaded, "short", "Hi", "h2o", 40, heard),
-            job(loaded, "long", TEXT, policy, 3, heard),
+            job(loaded, "short", "Hi", "h2o", 60, heard),
+            *(job(loaded, "long", TEXT, policy, 3, heard) for _ in range(3)),
         ]
         answers._change.notify()
-    while sum(not isinstance(each, str) for each in heard) < 2:
+    while sum(not isinstance(each, str) for each in heard) < 4:
         threading.Event().wait(0.02)
     answers.stop()
-    long = [size for size in forwards if size > 1][1:]
-    assert len(long) == pieces
-    assert sum(long) == len(loaded.tokenizer(TEXT)["input_ids"])
+    places = [place for place, size in enumerate(forwards) if size > 1][1:]
+    long = [forwards[place] for place in places]
+    assert len(long) == 3 * pieces
+    assert sum(long) == 3 * len(loaded.tokenizer(TEXT)["input_ids"])
     assert max(long) <= PIECE or pieces == 1
-    between = heard.index("long") - 1
-    assert between >= pieces - 1
+    # between two pieces all others take a step: no stream waits for more than one of them
+    assert all(after - before > 1 for before, after in itertools.pairwise(places))
+    assert heard.index("long") >= pieces

@@ -66,11 +66,7 @@ class Refit(Merging):
 def _refitted(
     eviction: Eviction, seen: PromptQueries, slots: Tensor, head: int, ridge: float
 ) -> Tensor:
-    """Return what the kept values of a KV head become: (batch, 1, kept, value_dim) float64.
-
-    Args:
-        slots: (batch, kv_heads, slots) positions of all tokens.
-    """
+    """Return what the kept values of a KV head become: (batch, 1, kept, value_dim) float64."""
     from kvtool.maths.refit import value_change
 
     own = slice(head, head + 1)
