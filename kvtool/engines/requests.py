@@ -210,7 +210,7 @@ def _known(route: str, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _settings_of_transformers(given: Any) -> dict[str, Any]:
-    """Return the settings of `transformers chat`, which sends a text of JSON, as OpenAI names them."""
+    """Return as OpenAI names them the settings that `transformers chat` sends as JSON."""
     if given is None:
         return {}
     found = given if isinstance(given, dict) else _json(str(given), "generation_config")
