@@ -112,7 +112,8 @@ class Opener:
         """Take how many tokens a prompt may have, a text before included; None: any number."""
         self._loaded, self._longest = loaded, longest
         fast = getattr(loaded.tokenizer, "is_fast", False)
-        self._lock = contextlib.nullcontext() if fast else threading.Lock()
+        self._reading = contextlib.nullcontext() if fast else threading.Lock()
+        self._making = threading.Lock()
 
     @functools.cached_property
     def most_bytes(self) -> int:
@@ -135,6 +136,10 @@ class Opener:
                 raise self._too_long(f"more than {self._longest}")
             size *= 4
 
+    def _new_cache(self, offer: Offer) -> KVCache:
+        with self._making:  # a model may be probed for it
+            return offer.new_cache()
+
     def _too_long(self, tokens: object) -> Refused:
         return Refused(
             f"the prompt has {tokens} tokens, and {self._longest} are allowed",
@@ -148,7 +153,7 @@ class Opener:
             Refused: it is longer than is allowed.
             UsageError: a template or a budget that it does not fit.
         """
-        with self._lock:
+        with self._reading:
             self._check_size([ask.prompt or "", *(each.content for each in ask.messages or ())])
             first, ids = self._first(ask, offer)
         tokens = ids.shape[1] + offer.base_tokens
@@ -170,7 +175,7 @@ class Opener:
             if not found:
                 raise Refused("prompt is empty for this tokenizer")
             ids = torch.tensor([found])
-            return (None if before else Opened(offer.new_cache(), Asked(ids, None))), ids
+            return (None if before else Opened(self._new_cache(offer), Asked(ids, None))), ids
         system, messages = _parted(ask.messages)
         if system is not None and offer.base is not None:
             raise Refused(
@@ -180,7 +185,7 @@ class Opener:
             raise Refused("a system message needs a chat template, and the model has none")
         if offer.base is not None:
             _pairs(messages)
-        talk = Conversation(model, tokenizer, offer.new_cache(), system=system)
+        talk = Conversation(model, tokenizer, self._new_cache(offer), system=system)
         asked = talk.ask_all(messages)
         opened = Opened(talk.cache, asked, talk) if offer.base is None else None
         return opened, asked.ids.cpu()

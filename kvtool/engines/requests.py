@@ -101,7 +101,7 @@ class Ask(Section):
     temperature: Annotated[float, Field(le=2), AfterValidator(check_temperature)] = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] = Field(
-        default_factory=lambda: secrets.randbelow(LARGEST_SEED + 1)
+        default_factory=lambda: secrets.randbelow(2**31)  # which every client reads
     )
     stream_options: StreamOptions = StreamOptions()
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)] = Field(

@@ -205,6 +205,7 @@ async def _answer(served: Served, path: str, request: Request) -> Response:
     reading = asyncio.ensure_future(asyncio.to_thread(_prepare, served, route, body))
     await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
     if not reading.done():
+        reading.add_done_callback(lambda done: done.exception())  # which no client hears
         return Response(status_code=499)
     try:
         ask, offer, prompt = await reading

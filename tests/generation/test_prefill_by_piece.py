@@ -13,6 +13,7 @@ from kvtool.generation.feeding import decode_step, prefill_by_piece, run_to_end
 from kvtool.generation.serving import Drawing
 from kvtool.models.load import load
 from tests.contract.cases import cases
+from tests.models_for_tests import family_model
 from tests.tiers import first
 
 TEXT = "The secret code for falcon: 7429103. The old lamp was near the school. " * 6
@@ -47,6 +48,24 @@ def test_pieces_come_to_the_prompt_read_at_once(loaded, case):
     whole, pieces = read(loaded, case, None), read(loaded, case, PIECE)
     assert pieces[:2] == whole[:2]
     torch.testing.assert_close(pieces[2], whole[2], atol=5e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "name", ["gemma3", "gemma3n", "deepseek_v3", "lfm2", "falcon", "llama4", "gemma4"]
+)
+def test_pieces_of_every_kind_of_layer_come_to_the_prompt(name):
+    model = kvtool.attach(family_model(name))
+    ids = torch.randint(3, 90, (1, 50), generator=torch.Generator().manual_seed(0))
+    found = []
+    for piece in (None, 12):
+        cache = kvtool.build_cache(model, "h2o", 20)
+        logits = [run_to_end(prefill_by_piece(model, cache, ids, new_tokens=4, piece=piece))]
+        kept = [cache.kept_positions(layer.index).tolist() for layer in cache.slot_layers]
+        for _ in range(3):
+            logits.append(decode_step(model, cache, logits[-1].argmax(-1)))
+        found.append((kept, torch.stack(logits)))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-4)
 
 
 def job(loaded, name, text, policy, tokens, heard):
