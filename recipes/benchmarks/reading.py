@@ -26,7 +26,7 @@ from transformers import DynamicCache
 import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.buffers import Slots
-from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.slots.sizing import LayerBudget
 from kvtool.generation import decode_step
 from kvtool.generation.compiled import CompiledDecoding
 from recipes.benchmarks.models import build_models

@@ -24,8 +24,8 @@ from kvtool.cache.files.format import (
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
+from kvtool.cache.slots.sizing import LayerBudget
 from kvtool.cache.slots.slot_form import RANGES, CodedForm
 from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.cache.whole.cache import KVCache

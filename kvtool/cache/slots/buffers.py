@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.slots.counts import Addresses
-from kvtool.cache.slots.memory import Sizing, SlotMemory, State
+from kvtool.cache.slots.sizing import Sizing, SlotMemory, State
 from kvtool.cache.slots.slot_form import Form, Stored, take_stored
 from kvtool.maths.selection import take
 

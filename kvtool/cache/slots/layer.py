@@ -15,8 +15,8 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.cache.slots.buffers import Ragged, SlotBuffers, Slots
 from kvtool.cache.slots.counts import TokenCounts
-from kvtool.cache.slots.memory import ByteMeter, Growth, LayerBudget, Sizing
 from kvtool.cache.slots.part import Part, Parts
+from kvtool.cache.slots.sizing import ByteMeter, Growth, LayerBudget, Sizing
 from kvtool.cache.slots.slot_form import Form, make_form
 from kvtool.policies.policy import Policy
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import LayerBudget
 from kvtool.cache.slots.part import Lanes
+from kvtool.cache.slots.sizing import LayerBudget
 from kvtool.cache.slots.slot_form import CodedForm, Form
 from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import Growth, LayerBudget
 from kvtool.cache.slots.ragged import to_ragged
+from kvtool.cache.slots.sizing import Growth, LayerBudget
 from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import why_not

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtool.cache.features.cuts import Deferred, HeadBudgets, measure
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import LayerBudget
+from kvtool.cache.slots.sizing import LayerBudget
 from kvtool.cache.whole.settings import CacheSettings
 from kvtool.errors import UsageError
 from kvtool.planning.budgets import tokens_for_bytes

@@ -6,8 +6,8 @@ from transformers import PreTrainedConfig
 
 from kvtool.cache.features.table import features_of, make_parts
 from kvtool.cache.slots.layer import ChunkedSlotLayer, HybridSlotLayer, SlotLayer
-from kvtool.cache.slots.memory import ByteMeter
 from kvtool.cache.slots.part import LayerSite, refusal
+from kvtool.cache.slots.sizing import ByteMeter
 from kvtool.cache.steps.call import IMPLEMENTATION
 from kvtool.cache.whole.settings import ModelLink
 from kvtool.errors import KvtoolError

@@ -17,7 +17,7 @@ from kvtool.cache.features.cuts import rank_heads
 from kvtool.cache.features.table import make_cache_parts
 from kvtool.cache.features.trace import Trace
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.memory import ByteMeter
+from kvtool.cache.slots.sizing import ByteMeter
 from kvtool.cache.steps.grouped import LayerGroups
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.whole.budgets import StoredBudgets
