@@ -39,13 +39,9 @@ def _say_full(most: int) -> None:
 
 
 class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection that is closed if its request does not come, or if there are too many.
+    """A connection that is closed if its request does not come within some seconds.
 
-    One too many takes the place of the one that has waited longest for a request.
-
-    Attributes:
-        most: connections that may be open.
-        head, body: seconds for a request's head, and for its body.
+    One above `most` takes the place of the one that has waited longest.
     """
 
     most = _MOST if _FILES < 0 else max(1, min(_MOST, _FILES - _RESERVED))
