@@ -124,7 +124,7 @@ class Opener:
         return _BODY + self._longest * widest * _ESCAPED
 
     def _check_size(self, texts: Sequence[str]) -> None:
-        """Refuse long texts by their beginning: tokens take hundreds of bytes for each of a text."""
+        """Refuse long texts by their beginning: tokens take hundreds of bytes per byte of text."""
         if self._longest is None:
             return
         text, size = "".join(texts), _CHARACTERS * self._longest
