@@ -18,7 +18,7 @@ from kvtool.cache.files.load import load_cache
 from kvtool.cache.whole.cache import KVCache
 from kvtool.calls.request import Request, room_for_rows
 from kvtool.calls.serve_settings import ServeSettings
-from kvtool.engines.connections import BoundedConnections
+from kvtool.engines.connections import BACKLOG, BoundedConnections
 from kvtool.engines.offers import Offer, Opener
 from kvtool.engines.requests import Choice, Refused
 from kvtool.engines.server import Served, make_app
@@ -193,6 +193,7 @@ def _run(
     config = uvicorn.Config(
         make_app(served),
         http=BoundedConnections,
+        backlog=BACKLOG,
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=drain + _LAST_WORDS,

@@ -23,7 +23,8 @@ try:
     _FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 except ImportError:  # not on Windows
     _FILES = 512
-_RESERVED = 64  # files that the server needs for itself
+BACKLOG = 100  # connections that may be accepted before any of them is looked at
+_RESERVED = 64 + BACKLOG  # files that the server needs for itself
 _MOST = 4096  # connections; also where files have no limit, which is -1
 _HEAD, _BODY = 15.0, 60.0  # seconds for a request's head, and for its body
 
@@ -44,7 +45,7 @@ class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     One above `most` takes the place of the one that has waited longest.
     """
 
-    most = _MOST if _FILES < 0 else max(1, min(_MOST, _FILES - _RESERVED))
+    most = _MOST if _FILES < 0 else max(16, min(_MOST, _FILES - _RESERVED))
     head, body = _HEAD, _BODY
 
     _timer: asyncio.TimerHandle | None = None
