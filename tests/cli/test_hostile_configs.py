@@ -47,6 +47,9 @@ def folder(tmp_path):
 def test_one_line_before_anything_is_built(kvtool, folder, entries, command):
     folder(**entries)
     done = kvtool(*COMMANDS[command], "-m", "m")
+    if command == "plan" and "rope_parameters" in entries:  # bytes do not depend on rotations
+        assert done.code == 0
+        return
     assert (done.code, done.out) == (1, "")
     error, *hint = done.err.splitlines()
     assert error.startswith("error: ")
