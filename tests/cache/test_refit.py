@@ -48,7 +48,7 @@ def stored(cache, layer):
 def last_rows(call, row, heads, new):
     """The last queries of some query heads of a batch entry, as the slow twin takes them."""
     columns = [i for i, place in enumerate(new) if place >= 0][-QUERIES:]
-    sinks = [None] * call.query.shape[1] if call.sinks is None else call.sinks.tolist()
+    sinks = [None] * call.query.shape[1] if call.sinks is None else call.sinks.flatten().tolist()
     query = call.query[row].tolist()
     return [(new[i], query[head][i], sinks[head]) for head in heads for i in columns]
 
