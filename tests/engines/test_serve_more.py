@@ -99,7 +99,7 @@ def test_sigterm_lets_answers_end_and_a_killed_server_starts_again():
 def test_a_drain_that_is_over_ends_answers():
     with process("--port", "0", "--drain", "0") as (server, found):
         with ThreadPoolExecutor(1) as thread:
-            answer = thread.submit(said, found.client(), QUESTION, max_tokens=100_000)
+            answer = thread.submit(said, found.client(), QUESTION, max_tokens=8_000)
             while not found.ask("/health")[1]["running"]:
                 pass
             server.send_signal(signal.SIGTERM)
