@@ -104,6 +104,7 @@ class Ask(Section):
         default_factory=lambda: secrets.randbelow(2**31)  # which every client reads
     )
     stream_options: StreamOptions = StreamOptions()
+    generation_config: Any = None  # of `transformers chat`, which takes a usage unasked
     stop: Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(listed)] = Field(
         default_factory=list, max_length=16
     )

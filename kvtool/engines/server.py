@@ -403,9 +403,12 @@ class _Run(BaseGenerateManager):
             for choice in data["choices"]:
                 choice.setdefault("finish_reason", None)
             usage = data.pop("usage", None)
-            if self._prompt.ask.stream_options.include_usage:
+            ask = self._prompt.ask
+            if ask.stream_options.include_usage:
                 data["usage"] = None
                 parts += [data | {"choices": [], "usage": usage}] if usage else []
+            elif usage and ask.generation_config is not None:
+                data["usage"] = usage
         return "\n\n".join(
             lead + json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in parts
         )
