@@ -43,7 +43,7 @@ def counting():
             text = frame.f_locals["text"]
             if isinstance(text, str):
                 found[text] += 1
-        elif name == "_tokens_agree" and "documents" in file:
+        elif name == "_tokens_are_those_of_the_target" and "documents" in file:
             found["plan"] += 1
 
     sys.setprofile(watch)

@@ -38,7 +38,6 @@ def _why_not(config: PreTrainedConfig, text: Any) -> str | None:
     """Say what a family does that a compressed cache cannot serve; None: it can."""
     kind, kinds = config.model_type, getattr(text, "layer_types", None) or ()
     both_ways = getattr(text, "use_bidirectional_attention", None) in (True, "all")
-    heads = hasattr(text, "num_attention_heads") or hasattr(text, "n_head")
 
     def has(*names: str) -> bool:
         return any(getattr(text, name, None) for name in names)
@@ -54,17 +53,27 @@ def _why_not(config: PreTrainedConfig, text: Any) -> str | None:
             f"adds a bias by the index of a key (ALiBi), {shifted}",
         ),
         (kind in _OWN_WAYS, f"{_OWN_WAYS.get(kind)}, which is not supported"),
-        (has("cross_attention_layers"), "caches the keys of images beside its text"),
+        (
+            has("cross_attention_layers"),
+            "caches the keys of images beside its text (cross-attention)",
+        ),
         (has("rel_extent"), f"adds a bias by a key's distance, {shifted}"),
-        (kind.endswith("_assistant"), "reads the cache of another model, and keeps none"),
+        (
+            kind.endswith("_assistant"),
+            "reads the cache of another model, and keeps none of its own",
+        ),
         (
             has(*_INDEXED) or "indexed_attention" in kinds,
             f"selects keys by their index (sparse attention), {shifted}",
         ),
         (both_ways, "attends in both directions, so it has no cache to compress"),
-        (not heads, "has no attention layers, so there is no cache to compress"),
     )
-    return next((reason for found, reason in reasons if found), None)
+    for found, reason in reasons:
+        if found:
+            return reason
+    # asked last: an indexed family raises where its layers have unequal heads
+    heads = hasattr(text, "num_attention_heads") or hasattr(text, "n_head")
+    return None if heads else "has no attention layers, so there is no cache to compress"
 
 
 def notes(config: PreTrainedConfig) -> list[str]:
