@@ -1,7 +1,4 @@
-"""Bound what connections to a server take, and whom it answers.
-
-uvicorn waits for ever for the first request of a connection, and for the rest of a body.
-"""
+"""Bound what connections to a server take, which uvicorn does not, and whom it answers."""
 
 from __future__ import annotations
 
@@ -40,14 +37,10 @@ def _say_full(most: int) -> None:
 
 
 class BoundedConnections(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """A connection that is closed if its request does not come within some seconds.
-
-    One above `most` takes the place of the one that has waited longest.
-    """
+    """A connection that ends if no request comes; one above `most` ends the longest wait."""
 
     most = _MOST if _FILES < 0 else max(16, min(_MOST, _FILES - _RESERVED))
     head, body = _HEAD, _BODY
-
     _timer: asyncio.TimerHandle | None = None
     _waits_for: str | None = None
 
@@ -104,8 +97,7 @@ def guarded(
 ) -> Callable[..., Any]:
     """Ask for a key and look at the host before anything is read; `/health` needs no key.
 
-    A page that a browser has from another host may rebind that name to this machine, and would then
-    be of one origin with a server that answers to any name.
+    A web page may rebind its name to this machine; a server of any name would be of its origin.
     """
 
     def refusal(scope: Any) -> Refused | None:

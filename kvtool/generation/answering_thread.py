@@ -307,10 +307,7 @@ class LiveAnswers:
             self._reading = None
 
     def _takes_whole(self, opened: Opened) -> bool:
-        """Whether all layers may hold a prompt until its end, which one that comes at once may not.
-
-        A codec would have the pieces attend to what it has rounded.
-        """
+        """Whether all layers may hold a prompt to its end; a codec rounds what pieces attend to."""
         cache = opened.cache
         if cache.policy.codec is not None or cache.block is not None:
             return False

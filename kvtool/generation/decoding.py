@@ -172,9 +172,6 @@ class Callback:
 
     The pieces add up to the text of all tokens at once. So a piece waits for what completes its
     last character, and bytes of a byte fallback for the end of their run, which reads as one.
-
-    Args:
-        skip_special_tokens: leaves special tokens out of the text.
     """
 
     def __init__(
