@@ -10,7 +10,7 @@ The first launch may also write the token that asks: the program whose part hold
 key and value from registers, and stores them.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -38,14 +38,8 @@ def attend_part_kernel(
     value,
     positions,
     chosen,
-    new_key,
-    new_value,
-    new_position,
-    new_slot,
-    attention_sum,
-    square_sum,
-    count,
-    above_average,
+    new,
+    columns,
     logits,
     part_mean,
     part_top,
@@ -63,13 +57,8 @@ def attend_part_kernel(
     stored_head,
     chosen_batch,
     chosen_head,
-    new_key_batch,
-    new_key_head,
-    new_value_batch,
-    new_value_head,
-    new_position_batch,
-    sums_batch,
-    sums_head,
+    new_strides,
+    sums_strides,
     lists,
     share,
     key_share,
@@ -88,13 +77,7 @@ def attend_part_kernel(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     CHOSEN: tl.constexpr,
-    COUNTED: tl.constexpr,
-    WRITES: tl.constexpr,
     APPENDS: tl.constexpr,
-    ATTENTION_SUM: tl.constexpr,
-    SQUARE_SUM: tl.constexpr,
-    COUNT: tl.constexpr,
-    ABOVE_AVERAGE: tl.constexpr,
 ):
     """Attend to one part of a list of slots by the queries that share the list.
 
@@ -114,39 +97,25 @@ def attend_part_kernel(
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
 
     stop = tl.minimum((part + 1) * split, slots)
-    if WRITES:
-        slot = tl.load(new_slot + batch * lists + own)
-        position = tl.load(new_position + batch * new_position_batch).to(tl.int32)
+    if new is not None:
+        slot = tl.load(new[3] + batch * lists + own)
+        position = tl.load(new[2] + batch * new_strides[4]).to(tl.int32)
         head = own.to(tl.int64)
-        columns, value_columns = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
-        key_row_new = tl.load(
-            new_key + batch * new_key_batch + head * new_key_head + columns,
-            mask=columns < DIM,
-            other=0.0,
-        )
-        value_row_new = tl.load(
-            new_value + batch * new_value_batch + head * new_value_head + value_columns,
-            mask=value_columns < VALUE_DIM,
-            other=0.0,
-        )
+        key_line = batch * new_strides[0] + head * new_strides[1]
+        value_line = batch * new_strides[2] + head * new_strides[3]
+        channels, value_channels = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
+        inside, value_inside = channels < DIM, value_channels < VALUE_DIM
+        own_key = tl.load(new[0] + key_line + channels, mask=inside, other=0.0)
+        own_value = tl.load(new[1] + value_line + value_channels, mask=value_inside, other=0.0)
         if (slot >= part * split) & (slot < stop):
-            tl.store(key + slot * key_row + columns, key_row_new, mask=columns < DIM)
-            tl.store(
-                value + slot * value_row + value_columns,
-                value_row_new,
-                mask=value_columns < VALUE_DIM,
-            )
+            tl.store(key + slot * key_row + channels, own_key, mask=inside)
+            tl.store(value + slot * value_row + value_channels, own_value, mask=value_inside)
             tl.store(positions + slot, position)
-            place = batch * sums_batch + head * sums_head + slot
-            if ATTENTION_SUM:
-                tl.store(attention_sum + place, 0.0)
-            if SQUARE_SUM:
-                tl.store(square_sum + place, 0.0)
-            if COUNT:
-                tl.store(count + place, 0.0)
-            if ABOVE_AVERAGE:
-                tl.store(above_average + place, 0.0)
-        if APPENDS and not COUNTED:
+            line_of_sums = batch * sums_strides[0] + head * sums_strides[1] + slot
+            for i in tl.static_range(len(columns)):
+                if columns[i] is not None:
+                    tl.store(columns[i] + line_of_sums, 0.0)
+        if APPENDS and logits is None:
             stop = tl.minimum(stop, slot.to(tl.int32) + 1)  # slots behind the new one are empty
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
@@ -158,7 +127,7 @@ def attend_part_kernel(
         stored = places < stop
         if MASKED:
             held = tl.load(positions + places, mask=stored, other=-1)
-            if WRITES:
+            if new is not None:
                 held = tl.where(stored & (places == slot), position, held)
             stored = stored & (held >= 0)
         if APPENDS:
@@ -168,11 +137,11 @@ def attend_part_kernel(
             rows = tl.load(chosen + places, mask=places < stop, other=capacity)
         limit = capacity if CHOSEN else stop
         keys = load_tile(key, rows, key_row, limit, DIM, DIM_WIDTH)
-        if WRITES:
-            keys = tl.where((places == slot)[:, None], key_row_new[None, :], keys)
+        if new is not None:
+            keys = tl.where((places == slot)[:, None], own_key[None, :], keys)
         found = logits_of(tile, keys, scale, softcap, CAPPED)
         found = tl.where(stored[None, :], found, float("-inf"))
-        if COUNTED:
+        if logits is not None:
             tl.store(
                 logits + line[:, None] * slots + places[None, :],
                 found,
@@ -181,8 +150,8 @@ def attend_part_kernel(
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
         values = load_tile(value, rows, value_row, limit, VALUE_DIM, VALUE_WIDTH)
-        if WRITES:
-            values = tl.where((places == slot)[:, None], value_row_new[None, :], values)
+        if new is not None:
+            values = tl.where((places == slot)[:, None], own_value[None, :], values)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
@@ -267,14 +236,15 @@ def attend_slots(
     lists = key_heads if chosen is None else chosen.shape[1]
     slots = capacity if chosen is None else chosen.shape[2]
     share = heads // lists
-    counted = bool(sums) or weights
-    parts = allocate_parts(query, slots, value_dim, counted=counted)
+    parts = allocate_parts(query, slots, value_dim, counted=bool(sums) or weights)
     stored = query if positions is None else dense(positions)
     listed = query if chosen is None else dense(chosen)
-    new_key, new_value, place = query, query, query
+    written: tuple[Tensor, ...] | None = None
+    new_strides: tuple[int, ...] = (0,) * 5
     if new is not None:
-        new_key, new_value, place = dense(new.key), dense(new.value), new.place
-    stride = next((total.stride() for total in sums.values()), (0, 0, 1))
+        written = dense(new.key), dense(new.value), new.place, new.slot
+        own = (tensor.stride() for tensor in written[:2])
+        new_strides = *(n for stride in own for n in stride[:2]), int(len(new.place) > 1)
     with torch.cuda.device_of(query):
         attend_part_kernel[(batch * lists, parts.count)](
             query,
@@ -282,12 +252,9 @@ def attend_slots(
             value,
             stored,
             listed,
-            new_key,
-            new_value,
-            place,
-            query if new is None else new.slot,
-            *(sums.get(name, query) for name in COLUMNS),
-            query if parts.logits is None else parts.logits,
+            written,
+            tuple(sums.get(name) for name in COLUMNS),
+            parts.logits,
             parts.mean,
             *parts.numbers,
             *query.stride()[:2],
@@ -295,10 +262,8 @@ def attend_slots(
             *value.stride()[:3],
             *stored.stride()[:2],
             *listed.stride()[:2],
-            *new_key.stride()[:2],
-            *new_value.stride()[:2],
-            place.stride(0) if len(place) > 1 else 0,
-            *stride[:2],
+            new_strides,
+            next((total.stride()[:2] for total in sums.values()), (0, 0)),
             lists,
             share,
             heads // key_heads,
@@ -317,27 +282,17 @@ def attend_slots(
             CAPPED=softcap is not None,
             MASKED=positions is not None and masked,
             CHOSEN=chosen is not None,
-            COUNTED=counted,
-            WRITES=new is not None,
             APPENDS=new is not None and new.appends,
-            **{name.upper(): name in sums for name in COLUMNS},
         )
-    choice = None if new is None else new.choice
-    by_values = choice is not None and choice.rescore != ""
-    moves = new is not None and (new.appends or (choice is not None and not by_values))
-    joined = join_parts(
-        parts,
-        value.dtype,
-        sums,
-        key_heads,
-        sinks=sinks,
-        valid=new.place if new is not None and masked else valid,
-        weights=weights,
-        slot=new.slot if new is not None and moves else None,
-        positions=positions,
-        choice=None if by_values else choice,
-    )
-    if new is not None and positions is not None and choice is not None and by_values:
-        own = sums[choice.score]
-        choose_by_values(own, value, positions, new.slot, choice, padded=masked)
+    how: dict[str, Any] = {"sinks": sinks, "valid": valid, "weights": weights}
+    choice = None
+    if new is not None:
+        choice, how["valid"] = new.choice, new.place if masked else None
+        if choice is not None and not choice.by_values:
+            how |= {"choice": choice, "positions": positions, "slot": new.slot}
+        elif new.appends:
+            how["slot"] = new.slot
+    joined = join_parts(parts, value.dtype, sums, key_heads, **how)
+    if new is not None and positions is not None and choice is not None and choice.by_values:
+        choose_by_values(sums[choice.score], value, positions, new.slot, choice, padded=masked)
     return joined

@@ -191,6 +191,43 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         out, _ = attend_slots(*shown, **draw.shown_options(options))
         yield "output", (out, reference.attend_slots(*given, **options)[0])
 
+    yield from _check_token(draw, query, sinks)
+
+
+def _check_token(draw: _Draw, query: Tensor, sinks: Tensor | None) -> Iterator[tuple[str, Pair]]:
+    """Write and attend a token: behind others, or in place of one, and then choose the next."""
+    from kvtool.kernels.decode_token import decode_token
+
+    positions, next_slot = draw.stored().int(), draw.order(_ROWS, _HEADS, _STORED)[..., 0]
+    new, place = [*draw.pairs(1), torch.tensor([3 * _STORED, -1])], torch.tensor([3 * _STORED] * 2)
+    names = ("output", "weights", "key", "value", "positions", "slot", *COLUMNS)
+    for score, by_values in (("", False), ("attention_sum", False), ("attention_sum", True)):
+        results = []
+        columns = [number + 100 for number in draw.sums(_STORED)[1].values()]
+        columns[0][..., ::7] = 0  # which is far below the others
+        behind = torch.arange(_STORED) >= (_STORED if score else next_slot[..., None])
+        slots = [*draw.pairs(_STORED), positions.masked_fill(behind, -1), next_slot]
+        for shown, run in ((draw.shown, decode_token), (torch.clone, reference.decode_token)):
+            buffers = [shown(each) for each in slots]
+            sums = [each.to(buffers[0].device, copy=True) for each in columns]
+            asked = shown(query), buffers, sums, [shown(each) for each in new]
+            found = run(
+                *asked,
+                None if sinks is None else shown(sinks),
+                shown(place),
+                names=" ".join(COLUMNS),
+                used=_STORED,
+                masked=True,
+                weights=True,
+                appends=not score,
+                score=score,
+                by_values=by_values,
+                limits=[_STORED, 4, _STORED // 4],
+                **draw.options,
+            )
+            results.append((*found, *buffers, *sums))
+        yield from zip(names, zip(*results, strict=True), strict=True)
+
 
 def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_codes import attend_codes

@@ -21,27 +21,52 @@ class Choice(NamedTuple):
 
     Attributes:
         score: what ranks slots: one of `COLUMNS`, or `position`.
-        recent: newest tokens that stay; -1: half of the budget.
-        first: first tokens that stay.
-        rescore: `caote`, `fastcaote` or nothing.
-        budget: slots that a head may keep, or (batch,) int64 of each entry.
+        by_values: whether the score is weighed by the values, as CAOTE does.
+        recent, first: newest and first tokens that stay.
+        budget: slots that a head may keep.
         seen: (batch or 1,) int64, tokens so far with the running one.
     """
 
     score: str
+    by_values: bool
     recent: int
     first: int
-    rescore: str
-    budget: int | Tensor
+    budget: int
     seen: Tensor
+
+    def numbers(self) -> tuple[Tensor | int, ...]:
+        """Lay it out for a kernel."""
+        stride = self.seen.stride(0) if len(self.seen) > 1 else 0
+        return self.seen, stride, self.recent, self.first, self.budget
+
+
+@triton.jit
+def load_choice(numbers, batch, positions, slots, KEYS: tl.constexpr, PADDED: tl.constexpr):
+    """Find the first position of the recent window, how many slots are held, and the budget."""
+    start = tl.load(numbers[0] + batch * numbers[1]).to(tl.int32) - numbers[2]
+    count = slots
+    if PADDED:
+        held = tl.zeros((KEYS,), tl.int32)
+        for low in range(0, slots, KEYS):
+            places = low + tl.arange(0, KEYS)
+            held += (tl.load(positions + places, mask=places < slots, other=-1) >= 0).to(tl.int32)
+        count = tl.sum(held, 0)
+    return start, count
+
+
+@triton.jit
+def no_slot():
+    """Return what every slot is better than: a score, a position and a place."""
+    best = tl.full((), float("inf"), tl.float32)
+    return best, tl.full((), -6, tl.int32), tl.full((), 0, tl.int32)
 
 
 @triton.jit
 def lowest_slot(
-    score, held, places, there, seen, recent, first, over, best, newest, slot, PADDED: tl.constexpr
+    score, held, places, there, start, first, over, best, newest, slot, PADDED: tl.constexpr
 ):
     """Find the slot to evict, of a tile and the best before, as `kvtool.maths.selection.lowest`."""
-    protected = (held >= seen - recent) | (held < first)
+    protected = (held >= start) | (held < first)
     if PADDED:  # a row below its budget takes an empty slot, one above it none
         empty = held < 0
         protected = (protected | empty) & over
@@ -53,126 +78,65 @@ def lowest_slot(
     found = tl.min(tl.where((score == least) & (held == last), places, 2147483647), 0)
     better = (least < best) | ((least == best) & (last > newest))
     best = tl.where(better, least, best)
-    newest = tl.where(better, last, newest)
-    return best, newest, tl.where(better, found, slot)
+    return best, tl.where(better, last, newest), tl.where(better, found, slot)
 
 
 @triton.jit
-def limits(budgets, batch, budget, recent, BUDGETS: tl.constexpr):
-    """Find what an entry may keep, and its recent window: half of that where none is given."""
-    if BUDGETS:
-        budget = tl.load(budgets + batch).to(tl.int32)
-    return budget, tl.where(recent < 0, budget // 2, recent)
+def load_share(scores, positions, places, slots, total, equal):
+    """Load positions of slots, and their shares of all scores."""
+    held = tl.load(positions + places, mask=places < slots, other=-1)
+    share = tl.load(scores + places, mask=held >= 0, other=0.0)
+    return held, tl.where(held >= 0, tl.where(total > 0, share / total, equal), 0.0)
 
 
-@triton.jit
-def count_held(positions, slots, KEYS: tl.constexpr):
-    """Count the slots that are not empty."""
-    held = tl.zeros((KEYS,), tl.int32)
-    for low in range(0, slots, KEYS):
-        places = low + tl.arange(0, KEYS)
-        held += (tl.load(positions + places, mask=places < slots, other=-1) >= 0).to(tl.int32)
-    return tl.sum(held, 0)
-
-
-@triton.jit(do_not_specialize=["slots", "recent", "first", "budget"])
+@triton.jit(do_not_specialize=["slots"])
 def choose_by_values_kernel(
     scores,
     value,
     positions,
     next_slot,
-    tokens_seen,
-    budgets,
-    sums_batch,
-    sums_head,
-    value_batch,
-    value_head,
-    value_row,
-    stored_batch,
-    stored_head,
-    seen_batch,
+    numbers,
+    strides,
     heads,
     slots,
-    recent,
-    first,
-    budget,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    EQUAL: tl.constexpr,
     PADDED: tl.constexpr,
-    BUDGETS: tl.constexpr,
 ):
-    """Choose the slot of one head whose loss moves the output least: `rescore.caote`."""
+    """Choose the slot of one head whose loss moves the output least: `policies.rescore.caote`."""
     own = (tl.program_id(0) % heads).to(tl.int64)
     batch = (tl.program_id(0) // heads).to(tl.int64)
-    scores += batch * sums_batch + own * sums_head
-    value += batch * value_batch + own * value_head
-    positions += batch * stored_batch + own * stored_head
-    budget, recent = limits(budgets, batch, budget, recent, BUDGETS)
-    tokens = tl.load(tokens_seen + batch * seen_batch).to(tl.int32)
-    stored_slots = slots
-    if PADDED:
-        stored_slots = count_held(positions, slots, KEYS)
-    over = stored_slots > budget
+    scores += batch * strides[0] + own * strides[1]
+    positions += batch * strides[2] + own * strides[3]
+    value += batch * strides[4] + own * strides[5]
+    start, count = load_choice(numbers, batch, positions, slots, KEYS, PADDED)
 
-    sums = tl.zeros((KEYS,), tl.float32)
+    total = tl.zeros((KEYS,), tl.float32)
     for low in range(0, slots, KEYS):
         places = low + tl.arange(0, KEYS)
-        held = tl.load(positions + places, mask=places < slots, other=-1)
-        sums += tl.load(scores + places, mask=held >= 0, other=0.0)
-    total = tl.sum(sums, 0)
-    equal = 1.0 / stored_slots
+        total += load_share(scores, positions, places, slots, 1.0, 0.0)[1]
+    total, equal = tl.sum(total, 0), 1.0 / count
     mean = tl.zeros((VALUE_WIDTH,), tl.float32)
     for low in range(0, slots, KEYS):
         places = low + tl.arange(0, KEYS)
-        held = tl.load(positions + places, mask=places < slots, other=-1)
-        share = tl.full((KEYS,), equal, tl.float32)
-        if not EQUAL:
-            share = tl.load(scores + places, mask=held >= 0, other=0.0)
-            share = tl.where(total > 0, share / total, equal)
-        share = tl.where(held >= 0, share, 0.0)
-        values = load_tile(value, places, value_row, slots, VALUE_DIM, VALUE_WIDTH)
+        held, share = load_share(scores, positions, places, slots, total, equal)
+        values = load_tile(value, places, strides[6], slots, VALUE_DIM, VALUE_WIDTH)
         mean += tl.sum(values.to(tl.float32) * share[:, None], 0)
-    best = tl.full((), float("inf"), tl.float32)
-    newest = tl.full((), -6, tl.int32)
-    slot = tl.full((), 0, tl.int32)
+    best, newest, slot = no_slot()
     for low in range(0, slots, KEYS):
         places = low + tl.arange(0, KEYS)
-        held = tl.load(positions + places, mask=places < slots, other=-1)
-        share = tl.load(scores + places, mask=held >= 0, other=0.0)
-        share = tl.where(held >= 0, tl.where(total > 0, share / total, equal), 0.0)
-        values = load_tile(value, places, value_row, slots, VALUE_DIM, VALUE_WIDTH)
+        held, share = load_share(scores, positions, places, slots, total, equal)
+        values = load_tile(value, places, strides[6], slots, VALUE_DIM, VALUE_WIDTH)
         apart = values.to(tl.float32) - mean[None, :]
-        score = share / (1 - share) * tl.sqrt(tl.sum(apart * apart, 1))
+        apart = tl.where((tl.arange(0, VALUE_WIDTH) < VALUE_DIM)[None, :], apart, 0.0)
+        score = share / tl.maximum(1 - share, 1e-6) * tl.sqrt(tl.sum(apart * apart, 1))
         score = tl.where(1 - share < 1e-6, float("inf"), score)
+        there, over = places < slots, count > numbers[4]
         best, newest, slot = lowest_slot(
-            score,
-            held,
-            places,
-            places < slots,
-            tokens,
-            recent,
-            first,
-            over,
-            best,
-            newest,
-            slot,
-            PADDED,
+            score, held, places, there, start, numbers[3], over, best, newest, slot, PADDED
         )
     tl.store(next_slot + batch * heads + own, slot.to(tl.int64))
-
-
-def numbers_of(choice: Choice | None, unused: Tensor) -> tuple[Tensor, Tensor, int, int, int, int]:
-    """Lay out a choice for a kernel: tokens seen, budgets, the stride of the first, and counts."""
-    if choice is None:
-        return unused, unused, 0, 0, 0, 0
-    if isinstance(choice.budget, Tensor):
-        budget, budgets = 0, choice.budget
-    else:
-        budget, budgets = choice.budget, unused
-    stride = choice.seen.stride(0) if len(choice.seen) > 1 else 0
-    return choice.seen, budgets, stride, choice.recent, choice.first, budget
 
 
 def choose_by_values(
@@ -184,30 +148,17 @@ def choose_by_values(
         scores: (batch, kv_heads, slots) float32, of which the shares are made.
         value: (batch, kv_heads, slots, value_dim).
         positions: (batch, kv_heads, slots) int32.
+        slot: (batch, kv_heads) int64, contiguous.
         padded: whether batch entries hold different counts.
     """
     batch, heads, slots, value_dim = value.shape
-    tokens, budgets, seen_batch, *numbers = numbers_of(choice, value)
+    strides = *scores.stride()[:2], *positions.stride()[:2], *value.stride()[:3]
     with torch.cuda.device_of(value):
         choose_by_values_kernel[(batch * heads,)](
-            scores,
-            value,
-            positions,
-            slot,
-            tokens,
-            budgets,
-            *scores.stride()[:2],
-            *value.stride()[:3],
-            *positions.stride()[:2],
-            seen_batch,
-            heads,
-            slots,
-            *numbers,
+            *(scores, value, positions, slot, choice.numbers(), strides, heads, slots),
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
             KEYS=_VALUES // width(value_dim),
-            EQUAL=choice.rescore == "fastcaote",
             PADDED=padded,
-            BUDGETS=isinstance(choice.budget, Tensor),
             num_warps=8,
         )

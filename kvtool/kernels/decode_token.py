@@ -1,4 +1,4 @@
-"""A decoded token as one operator of torch: it is written, attended and counted.
+"""A decoded token as operators of torch: it is written, attended and counted.
 
 It may choose the slot that the next token takes, too. So torch.compile has one node for all of it,
 whose buffers it need not copy.
@@ -10,33 +10,30 @@ from torch import Tensor
 from kvtool.kernels.attend_codes import attend_codes
 from kvtool.kernels.attend_slots import NewToken, attend_slots
 from kvtool.kernels.choose_slot import Choice
-from kvtool.maths.columns import COLUMNS
 
 _FLEXIBLE = (torch.Tag.flexible_layout,)  # of queries and new tokens; buffers are where they are
 
 
+def _sums(names: str, columns: list[Tensor], used: int) -> dict[str, Tensor]:
+    return {n: each[:, :, :used] for n, each in zip(names.split(), columns, strict=True)}
+
+
+def _results(query: Tensor, out: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    return out, query.new_empty(0, dtype=torch.float32) if weights is None else weights
+
+
 @torch.library.custom_op(
-    "kvtool::decode_token",
-    mutates_args=("key", "value", "positions", "slot", *COLUMNS),
-    tags=_FLEXIBLE,
+    "kvtool::decode_token", mutates_args=("buffers", "columns"), tags=_FLEXIBLE
 )
 def decode_token(
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    slot: Tensor,
-    attention_sum: Tensor | None,
-    square_sum: Tensor | None,
-    count: Tensor | None,
-    above_average: Tensor | None,
-    new_key: Tensor,
-    new_value: Tensor,
-    place: Tensor,
+    buffers: list[Tensor],
+    columns: list[Tensor],
+    new: list[Tensor],
     sinks: Tensor | None,
     seen: Tensor | None,
-    budgets: Tensor | None,
     *,
+    names: str,
     used: int,
     scale: float,
     softcap: float | None,
@@ -44,107 +41,92 @@ def decode_token(
     weights: bool,
     appends: bool,
     score: str,
-    rescore: str,
-    recent: int,
-    first: int,
-    budget: int,
+    by_values: bool,
+    limits: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Write a token, attend the slots by it, count its weights and choose the slot of the next.
 
     Args:
         query: (batch, heads, 1, head_dim), after RoPE.
-        key, value: (batch, kv_heads, capacity, dim), written in place.
-        positions: (batch, kv_heads, capacity) int32, -1 = empty, written in place.
-        slot, appends: see `NewToken`.
-        attention_sum, square_sum, count, above_average: (batch, kv_heads, capacity) float32, added
-            to in place; None: not kept.
-        new_key, new_value, place: see `NewToken`.
-        sinks, scale, softcap, masked: as for `attend_slots`.
+        buffers: keys and values, (batch, kv_heads, capacity, dim), positions, (batch, kv_heads,
+            capacity) int32, -1 = empty, and the `slot` of `NewToken`; all written in place.
+        columns: (batch, kv_heads, capacity) float32 of each of `names`, added to in place.
+        new: the key, the value and the place of `NewToken`.
+        sinks, scale, softcap, masked, weights: as for `attend_slots`.
+        seen, score, by_values: see `Choice`; no score: none is made.
         used: slots in use, the first ones.
-        weights: whether the weights are wanted.
-        seen, budgets, budget, score, rescore, recent, first: see `Choice`; no score: none is made.
+        limits: the rest of `Choice`: recent, first and budget.
 
     Returns:
         (batch, heads, 1, value_dim) and the weights, (batch, heads, used) float32; without any
         where they are not wanted.
     """
-    given = (attention_sum, square_sum, count, above_average)
-    columns = dict(zip(COLUMNS, given, strict=True))
-    sums = {name: each[:, :, :used] for name, each in columns.items() if each is not None}
+    (key, value, positions, slot), (new_key, new_value, place) = buffers, new
     choice = None
     if score and seen is not None:
-        allowed = budget if budgets is None else budgets
-        choice = Choice(score, recent, first, rescore, allowed, seen)
+        recent, first, budget = limits
+        choice = Choice(score, by_values, recent, first, budget, seen)
     out, found = attend_slots(
         query,
         key[:, :, :used],
         value[:, :, :used],
         positions[:, :, :used],
-        sums,
+        _sums(names, columns, used),
         scale=scale,
         softcap=softcap,
         sinks=sinks,
         weights=weights,
         masked=masked,
-        new=NewToken(new_key, new_value, place, slot, appends, choice),
+        new=NewToken(new_key, new_value, place.contiguous(), slot, appends, choice),
     )
-    return out, query.new_empty(0, dtype=torch.float32) if found is None else found
+    return _results(query, out, found)
 
 
 @decode_token.register_fake
-def _(query, key, value, *_, used, weights, **options):
-    batch, heads = query.shape[:2]
-    return _outputs(query, value.shape[-1], value.dtype, (batch, heads, used) if weights else (0,))
+def _(query, buffers, *_, used, weights, **options):
+    value, (batch, heads, rows, _) = buffers[1], query.shape
+    out = query.new_empty((batch, heads, rows, value.shape[-1]), dtype=value.dtype)
+    return _results(query, out, _weights(query, used) if weights else None)
 
 
-def _outputs(
-    query: Tensor, value_dim: int, dtype: torch.dtype, weights: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
-    out = query.new_empty((*query.shape[:3], value_dim), dtype=dtype)
-    return out, query.new_empty(weights, dtype=torch.float32)
+def _weights(query: Tensor, slots: int) -> Tensor:
+    return query.new_empty((*query.shape[:2], slots), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtool::decode_codes", mutates_args=COLUMNS, tags=_FLEXIBLE)
+@torch.library.custom_op("kvtool::decode_codes", mutates_args=("columns",), tags=_FLEXIBLE)
 def decode_codes(
     query: Tensor,
-    key_codes: Tensor,
-    key_scales: Tensor,
-    value_codes: Tensor,
-    value_scales: Tensor,
+    codes: list[Tensor],
     positions: Tensor | None,
-    attention_sum: Tensor | None,
-    square_sum: Tensor | None,
-    count: Tensor | None,
-    above_average: Tensor | None,
+    columns: list[Tensor],
     sinks: Tensor | None,
     valid: Tensor | None,
     *,
-    key_form: str,
-    value_form: str,
+    names: str,
+    forms: str,
     value_dim: int,
     scale: float,
     softcap: float | None,
     weights: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend codes by a token that is among them, as `attend_codes` does.
+    """Attend codes by a token that is among them.
 
     Args:
-        attention_sum, square_sum, count, above_average: (batch, kv_heads, at least slots) float32,
-            added to in place; None: not kept.
-        key_form, value_form: of the codes.
+        codes: codes and scales of keys, then of values.
+        columns: as for `decode_token`.
+        forms: of the codes of keys and of values.
+        query, positions, sinks, valid, value_dim, scale, softcap, weights: as for `attend_codes`.
     """
-    used = key_codes.shape[2]
-    given = (attention_sum, square_sum, count, above_average)
-    columns = dict(zip(COLUMNS, given, strict=True))
+    (of_keys, of_values), (keys, key_scales, values, value_scales) = forms.split(), codes
     out, found = attend_codes(
         query,
-        key_codes,
+        keys,
         key_scales,
-        value_codes,
+        values,
         value_scales,
         positions,
-        {name: each[:, :, :used] for name, each in columns.items() if each is not None},
-        forms=(key_form, value_form),
+        _sums(names, columns, keys.shape[2]),
+        forms=(of_keys, of_values),
         value_dim=value_dim,
         scale=scale,
         softcap=softcap,
@@ -152,11 +134,10 @@ def decode_codes(
         valid=valid,
         weights=weights,
     )
-    return out, query.new_empty(0, dtype=torch.float32) if found is None else found
+    return _results(query, out, found)
 
 
 @decode_codes.register_fake
-def _(query, key_codes, *_, value_dim, weights, **options):
-    batch, heads = query.shape[:2]
-    shape = (batch, heads, key_codes.shape[2]) if weights else (0,)
-    return _outputs(query, value_dim, query.dtype, shape)
+def _(query, codes, *_, value_dim, weights, **options):
+    out = query.new_empty((*query.shape[:3], value_dim))
+    return _results(query, out, _weights(query, codes[0].shape[2]) if weights else None)

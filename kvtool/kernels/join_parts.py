@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.choose_slot import Choice, count_held, limits, lowest_slot, numbers_of
+from kvtool.kernels.choose_slot import Choice, load_choice, lowest_slot, no_slot
 from kvtool.kernels.tiles import add_to, width
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
@@ -22,58 +22,43 @@ _WIDEST = 1024  # where one program goes through all of them
 
 
 @triton.jit
-def joined_softmax(part_top, part_total, sinks, line, part, parts, SINKS: tl.constexpr):
+def joined_softmax(part_top, part_total, sinks, line, part, parts):
     """Join the softmax of the parts of one row: largest logit, sum, and the factor of each part."""
-    real = part < parts
-    tops = tl.load(part_top + line * parts + part, mask=real, other=float("-inf"))
-    totals = tl.load(part_total + line * parts + part, mask=real, other=0.0)
+    tops = tl.load(part_top + line * parts + part, mask=part < parts, other=float("-inf"))
+    totals = tl.load(part_total + line * parts + part, mask=part < parts, other=0.0)
     top = tl.max(tops, 0)
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks).to(tl.float32)
         top = tl.maximum(top, sink)
     shares = tl.exp(tops - top)
     total = tl.sum(totals * shares, 0)
-    if SINKS:
+    if sinks is not None:
         total += tl.exp(sink - top)
     return top, total, shares
 
 
 @triton.jit
 def count_weights(
-    attention_sum,
-    square_sum,
-    count,
-    above_average,
-    line,
-    mean,
-    stored,
-    seen,
-    there,
-    ATTENTION_SUM: tl.constexpr,
-    SQUARE_SUM: tl.constexpr,
-    COUNT: tl.constexpr,
-    ABOVE_AVERAGE: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCORE: tl.constexpr,
+    columns, line, mean, stored, seen, there, LEAST: tl.constexpr, SCORE: tl.constexpr
 ):
     """Add a row's weights to the columns, and return the sums by which slots are ranked, if any."""
     score = mean
-    if ATTENTION_SUM:
-        sums = add_to(attention_sum, line, mean, there)
+    if columns[0] is not None:
+        sums = add_to(columns[0], line, mean, there)
         if SCORE == "attention_sum":
             score = sums
-    if SQUARE_SUM:
-        add_to(square_sum, line, mean * mean, there)
-    if COUNT:
-        add_to(count, line, stored, there)
-    if ABOVE_AVERAGE:
-        sums = add_to(above_average, line, (mean * seen >= LEAST).to(tl.float32), there)
+    if columns[1] is not None:
+        add_to(columns[1], line, mean * mean, there)
+    if columns[2] is not None:
+        add_to(columns[2], line, stored, there)
+    if columns[3] is not None:
+        sums = add_to(columns[3], line, (mean * seen >= LEAST).to(tl.float32), there)
         if SCORE == "above_average":
             score = sums
     return score
 
 
-@triton.jit(do_not_specialize=["slots", "parts", "recent", "first", "budget"])
+@triton.jit(do_not_specialize=["slots", "parts"])
 def join_parts_kernel(
     logits,
     part_mean,
@@ -83,71 +68,41 @@ def join_parts_kernel(
     sinks,
     valid,
     out,
-    attention_sum,
-    square_sum,
-    count,
-    above_average,
+    columns,
     positions,
     next_slot,
-    tokens_seen,
-    budgets,
+    choice,
     sinks_batch,
-    sums_batch,
-    sums_head,
-    stored_batch,
-    stored_head,
-    seen_batch,
+    sums_strides,
+    stored_strides,
     sums_heads,
     group,
     slots,
     parts,
-    recent,
-    first,
-    budget,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     PARTS_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    SINKS: tl.constexpr,
-    RAGGED: tl.constexpr,
     VALID_FROM: tl.constexpr,
-    COUNTED: tl.constexpr,
     WEIGHTS: tl.constexpr,
-    ATTENTION_SUM: tl.constexpr,
-    SQUARE_SUM: tl.constexpr,
-    COUNT: tl.constexpr,
-    ABOVE_AVERAGE: tl.constexpr,
     LEAST: tl.constexpr,
-    ADVANCES: tl.constexpr,
     SCORE: tl.constexpr,
-    PADDED: tl.constexpr,
-    BUDGETS: tl.constexpr,
 ):
     """Compute the weights of tiles of slots of one KV head, and with the first tile the output."""
     own = tl.program_id(0) % sums_heads
     batch = (tl.program_id(0) // sums_heads).to(tl.int64)
     part = tl.arange(0, PARTS_WIDTH)
-    real = part < parts
-    columns = tl.arange(0, VALUE_WIDTH)
+    channels = tl.arange(0, VALUE_WIDTH)
     counts = 1.0
-    if RAGGED:
+    if valid is not None:
         counts = (tl.load(valid + batch) >= VALID_FROM).to(tl.float32)
-    sums_line = batch * sums_batch + own.to(tl.int64) * sums_head
-    positions += batch * stored_batch + own.to(tl.int64) * stored_head
-    next_slot += batch * sums_heads + own
-    if SCORE != "":
-        budget, recent = limits(budgets, batch, budget, recent, BUDGETS)
-        tokens = tl.load(tokens_seen + batch * seen_batch).to(tl.int32)
-        over = True
-        if PADDED:
-            over = count_held(positions, slots, KEYS) > budget
-        best = tl.full((), float("inf"), tl.float32)
-        newest = tl.full((), -6, tl.int32)
-        slot = tl.full((), 0, tl.int32)
-    if ADVANCES and tl.program_id(1) == 0:
-        tl.store(next_slot, tl.load(next_slot) + 1)
+    sums_line = batch * sums_strides[0] + own.to(tl.int64) * sums_strides[1]
+    if choice is not None:
+        positions += batch * stored_strides[0] + own.to(tl.int64) * stored_strides[1]
+        start, count = load_choice(choice, batch, positions, slots, KEYS, valid is not None)
+        best, newest, slot = no_slot()
     stop = slots
-    if not COUNTED and SCORE == "":
+    if logits is None and choice is None:
         stop = 1
     for low in range(tl.program_id(1) * KEYS, stop, tl.num_programs(1) * KEYS):
         places = low + tl.arange(0, KEYS)
@@ -158,12 +113,10 @@ def join_parts_kernel(
         for member in range(group):
             head = own * group + member
             line = batch * sums_heads * group + head
-            sink = sinks + batch * sinks_batch + head
-            top, total, shares = joined_softmax(
-                part_top, part_total, sink, line, part, parts, SINKS
-            )
-            seen = tl.sum(tl.load(part_seen + line * parts + part, mask=real, other=0.0), 0)
-            if COUNTED:
+            sink = None if sinks is None else sinks + batch * sinks_batch + head
+            top, total, shares = joined_softmax(part_top, part_total, sink, line, part, parts)
+            seen = tl.sum(tl.load(part_seen + line * parts + part, mask=part < parts, other=0.0), 0)
+            if logits is not None:
                 found = tl.load(logits + line * slots + places, mask=there, other=float("-inf"))
                 stored = there & (found > float("-inf"))
                 weights = tl.exp(found - top) / total * counts
@@ -171,44 +124,33 @@ def join_parts_kernel(
                 if WEIGHTS:
                     tl.store(logits + line * slots + places, weights, mask=there)
             if low == 0:
+                inside = channels < VALUE_DIM
                 values = tl.load(
-                    part_mean + (line * parts + part)[:, None] * VALUE_DIM + columns[None, :],
-                    mask=real[:, None] & (columns < VALUE_DIM)[None, :],
+                    part_mean + (line * parts + part)[:, None] * VALUE_DIM + channels[None, :],
+                    mask=(part < parts)[:, None] & inside[None, :],
                     other=0.0,
                 )
-                joined = tl.sum(values * shares[:, None], 0) / total
-                tl.store(
-                    out + line * VALUE_DIM + columns,
-                    joined.to(out.dtype.element_ty),
-                    mask=columns < VALUE_DIM,
-                )
+                joined = (tl.sum(values * shares[:, None], 0) / total).to(out.dtype.element_ty)
+                tl.store(out + line * VALUE_DIM + channels, joined, mask=inside)
         mean = mean / group
-        score = count_weights(
-            attention_sum,
-            square_sum,
-            count,
-            above_average,
-            sums_line + places,
-            mean,
-            stored.to(tl.float32) * counts,
-            seen,
-            there,
-            ATTENTION_SUM,
-            SQUARE_SUM,
-            COUNT,
-            ABOVE_AVERAGE,
-            LEAST,
-            SCORE,
-        )
-        if SCORE != "":
+        counted = stored.to(tl.float32) * counts
+        line = sums_line + places
+        score = count_weights(columns, line, mean, counted, seen, there, LEAST, SCORE)
+        if choice is not None:
             held = tl.load(positions + places, mask=there, other=-1)
             if SCORE == "position":
                 score = held.to(tl.float32)
+            padded: tl.constexpr = valid is not None
+            over, first = count > choice[4], choice[3]
             best, newest, slot = lowest_slot(
-                score, held, places, there, tokens, recent, first, over, best, newest, slot, PADDED
+                score, held, places, there, start, first, over, best, newest, slot, padded
             )
-    if SCORE != "":
-        tl.store(next_slot, slot.to(tl.int64))
+    if next_slot is not None:
+        next_slot += batch * sums_heads + own
+        if choice is not None:
+            tl.store(next_slot, slot.to(tl.int64))
+        elif tl.program_id(1) == 0:
+            tl.store(next_slot, tl.load(next_slot) + 1)
 
 
 @dataclass(frozen=True)
@@ -298,45 +240,33 @@ def join_parts(
     positional = valid is not None and valid.dtype != torch.bool
     if valid is not None and not positional:
         valid = valid.to(torch.int32)
-    shown = mean if positions is None else positions
-    tokens, budgets, seen_batch, *numbers = numbers_of(choice, mean)
     with torch.cuda.device_of(mean):
         join_parts_kernel[(batch * kv_heads, tiles)](
-            mean if logits is None else logits,
+            logits,
             mean,
             *parts.numbers,
-            mean if sinks is None else sinks,
-            mean if valid is None else valid,
+            sinks,
+            valid,
             out,
-            *(sums.get(name, out) for name in COLUMNS),
-            shown,
-            mean if slot is None else slot,
-            tokens,
-            budgets,
+            tuple(sums.get(name) for name in COLUMNS),
+            positions,
+            slot,
+            None if choice is None else choice.numbers(),
             0 if sinks is None else sinks.stride(0),
-            *stride[:2],
-            *shown.stride()[:2],
-            seen_batch,
+            stride[:2],
+            (0, 0) if positions is None else positions.stride()[:2],
             kv_heads,
             heads // kv_heads,
             parts.slots,
             parts.count,
-            *numbers,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
             PARTS_WIDTH=triton.next_power_of_2(parts.count),
             KEYS=keys,
-            SINKS=sinks is not None,
-            RAGGED=valid is not None,
             VALID_FROM=0 if positional else 1,
-            COUNTED=logits is not None,
             WEIGHTS=weights,
-            **{name.upper(): name in sums for name in COLUMNS},
             LEAST=NEARLY_ONE,
-            ADVANCES=slot is not None and choice is None,
             SCORE="" if choice is None else choice.score,
-            PADDED=choice is not None and valid is not None,
-            BUDGETS=choice is not None and isinstance(choice.budget, Tensor),
             num_warps=8 if keys > _KEYS else 4,
         )
     return out, logits if weights else None

@@ -128,29 +128,24 @@ def decode_tokens(case, query, key, value, positions, sums, sinks) -> None:
     """A decoded token in each form: appended, or in place of one that is chosen."""
     batch, heads, slots = positions.shape
     slot, place = torch.zeros(2, batch, heads, dtype=torch.int64)
-    new_key, new_value = key[:, :, :1], value[:, :, :1]
-    columns = [sums.get(name) for name in COLUMNS]
-    padded = not case.plain
-    budgets = torch.zeros(batch, dtype=torch.int64) if padded else None
-    forms = [(True, "", ""), (False, "attention_sum", ""), (False, "position", "")]
-    forms += [(False, "attention_sum", "caote"), (False, "attention_sum", "fastcaote")]
-    for appends, score, rescore in forms:
-        own = columns if score != "position" and not appends else [None] * len(columns)
+    buffers = [key, value, positions, slot]
+    new = [key[:, :, :1], value[:, :, :1], place[:, 0]]
+    forms = [(True, "", False), (False, "position", False)]
+    forms += [(False, "attention_sum", by_values) for by_values in (False, True)]
+    for appends, score, by_values in forms:
+        own = sums if score not in ("", "position") else {}
         decode_token(
-            query,
-            *(key, value, positions, slot, *own, new_key, new_value, place[:, 0], sinks),
-            *(place[:, 0], budgets),
+            *(query, buffers, [*own.values()], new, sinks, place[:, 0]),
+            names=" ".join(own),
             used=slots,
             scale=0.1,
             softcap=None if case.plain else 30.0,
-            masked=padded,
+            masked=not case.plain,
             weights=False,
             appends=appends,
             score=score,
-            rescore=rescore,
-            recent=-1,
-            first=0,
-            budget=slots - 1,
+            by_values=by_values,
+            limits=[slots // 2, 4, slots - 1],
         )
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from kvtool.kernels.decode_token import decode_token
 
-PLAIN = {"score": "", "rescore": "", "recent": 0, "first": 0, "budget": 0}
+PLAIN = {"score": "", "by_values": False, "limits": []}
 
 
 class Token:
@@ -58,7 +58,7 @@ class Token:
         self.query, self.sinks = drawn.query, drawn.sinks
         self.how = {"scale": size.head_dim**-0.5, "softcap": size.softcap}
 
-    def run(self, function, in_full=False, weights=False, seen=None, budgets=None, **choice):
+    def run(self, function, in_full=False, weights=False, seen=None, **choice):
         """What comes of it, by name; the operator or its reference works on copies."""
         mutated = [*self.buffers, self.positions, self.slot, *self.sums]
         mutated = [None if each is None else each.clone() for each in mutated]
@@ -67,14 +67,16 @@ class Token:
             mutated[:2] = [each.double() for each in mutated[:2]]
             fixed = [each.double() for each in fixed]
         query, *new = fixed
+        kept = dict(zip(COLUMNS, mutated[4:], strict=True))
+        kept = {name: each for name, each in kept.items() if each is not None}
         out, found = function(
             query,
-            *mutated,
-            *new,
-            self.place,
+            mutated[:4],
+            [*kept.values()],
+            [*new, self.place],
             self.sinks,
             seen,
-            budgets,
+            names=" ".join(kept),
             used=self.used,
             masked=self.padded,
             weights=weights,
@@ -132,3 +134,39 @@ def test_nothing_is_counted_for_a_policy_that_counts_nothing():
     found = compare(Token(sizes(), names=(), appends=True), weights=False)
     assert not found.keys() & set(COLUMNS)
     assert found["weights"].numel() == 0
+
+
+CHOICES = [("attention_sum", False), ("above_average", False), ("position", False)]
+CHOICES += [("attention_sum", True)]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("kept", [149, 1300])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("score", "by_values"), CHOICES)
+def test_the_next_slot_is_the_one_of_least_score(score, by_values, dtype, padded, ties, kept):
+    """Ties go to the highest position, and rows below their budget take an empty slot."""
+    names = () if score == "position" else COLUMNS
+    token = Token(sizes(kept=kept, dtype=dtype), names, padded=padded, ties=ties)
+    seen = token.place + 1
+    if padded:
+        seen[-1] = token.used
+    limits = [token.used // 2, 4, token.used - 1]
+    options = {"weights": False, "seen": seen, "score": score, "by_values": by_values}
+    found = compare(token, **options, limits=limits)
+    if padded:
+        taken = found["positions"].gather(2, found["slot"][..., None])
+        assert (taken[-1] == -1).all()
+
+
+def test_a_slot_that_holds_all_the_weight_stays():
+    """Where it is the only one with a score, what leaves is the newest of the others."""
+    token = Token(sizes())
+    token.sums[0].zero_()
+    token.buffers[0].zero_()
+    token.new[0].copy_(token.query[:, ::4] * 100)
+    choice = {"score": "attention_sum", "by_values": True, "limits": [0, 0, token.used - 1]}
+    found = compare(token, weights=False, seen=token.place + 1, **choice)
+    assert not torch.equal(found["slot"], token.slot)

@@ -174,6 +174,18 @@ def test_scales_of_other_slots_are_found(monkeypatch, forms):
     assert not trust.trusted(kind(CODES[forms]))
 
 
+@pytest.mark.parametrize("name", ["choose_by_values", "join_parts"])
+def test_a_slot_that_is_not_the_one_to_evict_is_found(monkeypatch, name):
+    right = getattr(attend_slots, name)
+
+    def without_a_choice(*args, **options):
+        options.pop("choice", None)
+        return None if name == "choose_by_values" else right(*args, **options)
+
+    monkeypatch.setattr(attend_slots, name, without_a_choice)
+    assert not trust.trusted(kind(Family.SLOTS))
+
+
 def test_a_kind_is_checked_once_and_every_kind_for_itself(monkeypatch):
     checked = []
     monkeypatch.setattr(trust, "_can_run", lambda query: True)

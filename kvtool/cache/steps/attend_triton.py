@@ -17,11 +17,11 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call
+from kvtool.cache.steps.evict import choice_in_numbers
 from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.kernels import trust
 from kvtool.kernels.checks import CODES, Family
 from kvtool.maths.attention import group_queries
-from kvtool.maths.columns import COLUMNS
 from kvtool.policies.evidence import AttentionRows
 from kvtool.policies.parts import Evidence
 
@@ -187,31 +187,29 @@ def write_and_attend(layer: SlotLayer, call: Call) -> AttendedToken:
     assert new is not None, "a token is to be written"
     assert new.place is not None, "it is counted"
     wanted = policy.ranking.evidence is Evidence.LAST_ROWS and decode_needs_rows(layer)
-    how = _how(call, len(call.query))
+    how, choice = _how(call, len(call.query)), choice_in_numbers(layer)
+    by, by_values, limits = choice or ("", False, [])
+    counted = layer.lengths if layer.lengths is not None else layer.seen_device
+    buffers = [slots.keys, slots.values, slots.positions, slots.next_slot()]
     out, weights = decode_token(
         call.query,
-        slots.keys,
-        slots.values,
-        slots.positions,
-        slots.next_slot(),
-        *(slots.state.get(name) for name in COLUMNS),
-        new.key,
-        new.value,
-        new.place,
+        buffers,
+        [slots.state[name] for name in policy.columns],
+        [new.key, new.value, new.place],
         how.pop("sinks"),
-        None,
-        None,
-        **how,
+        None if choice is None or counted is None else counted.flatten(),
+        names=" ".join(policy.columns),
         used=slots.used,
         masked=layer.padded,
         weights=wanted,
         appends=slots.reserved is not None,
-        score="",
-        rescore="",
-        recent=0,
-        first=0,
-        budget=0,
+        score=by,
+        by_values=by_values,
+        limits=limits,
+        **how,
     )
+    if choice is not None:
+        return AttendedToken(out, counted=True, chosen=True)
     valid = None if call.positions is None else call.positions >= 0
     return _counted(layer, out, weights if wanted else None, valid)
 
@@ -232,21 +230,17 @@ def _over_codes(
     if form.shifted or form.rotations[0] is not None:
         rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))
         query = rotated.flatten(1, 2).to(query.dtype)
-    of_key, of_value = form.kernel_forms
     out, found = decode_codes(
         query,
-        stored["keys"],
-        stored["key_scales"],
-        stored["values"],
-        stored["value_scales"],
+        [stored[name] for name in ("keys", "key_scales", "values", "value_scales")],
         positions,
-        *(slots.state.get(name) if name in columns else None for name in COLUMNS),
+        [slots.state[name] for name in columns],
         how.pop("sinks"),
         how.pop("valid"),
-        **how,
-        key_form=of_key,
-        value_form=of_value,
+        names=" ".join(columns),
+        forms=" ".join(form.kernel_forms),
         value_dim=form.sample[1].shape[-1],
+        **how,
     )
     weights = found if how["weights"] else None
     return out if of_values is None else of_values.rotate_back(out).to(query.dtype), weights

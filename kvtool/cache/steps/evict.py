@@ -28,8 +28,14 @@ from kvtool.cache.steps.view import (
 from kvtool.maths.selection import lowest, take
 from kvtool.policies.evicted.eviction import Eviction
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import State, half
 from kvtool.policies.parts import SlotView
+from kvtool.policies.rescore.caote import CAOTE
+from kvtool.policies.scores.h2o import H2O
+from kvtool.policies.scores.recency import Recency
+from kvtool.policies.scores.scissorhands import Scissorhands
+from kvtool.policies.scores.shared import Summing
+from kvtool.policies.scores.streaming import Streaming
 
 
 @torch.no_grad()
@@ -176,6 +182,35 @@ def evict_after_token(
         part.slot_left(state, view.positions, evicted)
     for part in layer.parts.at["take_decoded"]:
         part.take_decoded([layer], view.positions.gather(2, evicted[..., None]))
+
+
+_FEW = {False: 4096, True: 1024}  # slots that one program looks at, without and with their values
+_RESCORES = (type(None), CAOTE)
+_HOOKS = ("show", "slot_left", "take_decoded")
+
+
+def choice_in_numbers(layer: SlotLayer) -> tuple[str, bool, list[int]] | None:
+    """Say in numbers how the slot that the next token takes is chosen, in a layer that is full.
+
+    Returns:
+        What ranks the slots, whether CAOTE weighs it by the values, and newest and first tokens
+        that stay, and the budget; None: the policy's own code chooses.
+    """
+    score, rescore, budget = layer.policy.score, layer.policy.rescore, layer.budget.tokens
+    slots, recent, first = layer.slots, 0, 0
+    own = slots.reserved is not None or any(layer.parts.at[hook] for hook in _HOOKS)
+    if own or isinstance(budget, Tensor) or not layer.evicts_tokens:
+        return None
+    if not budget < slots.used <= _FEW[rescore is not None] or type(rescore) not in _RESCORES:
+        return None
+    if type(score) in (H2O, Scissorhands):
+        assert isinstance(score, Summing), "as both are"
+        by, recent = score.statistics[0], half(budget) if score.recent is None else score.recent
+    elif type(score) in (Recency, Streaming):
+        by, first = "position", score.sinks if isinstance(score, Streaming) else 0
+    else:
+        return None
+    return by, rescore is not None, [recent, first, budget]
 
 
 def _may_be_cut(layer: SlotLayer, schedule: CutSchedule) -> bool:
