@@ -11,7 +11,16 @@ from kvtool.kernels.attend_codes import attend_codes
 from kvtool.kernels.attend_slots import NewToken, attend_slots
 from kvtool.kernels.choose_slot import Choice
 
-_FLEXIBLE = (torch.Tag.flexible_layout,)  # of queries and new tokens; buffers are where they are
+_TOKEN = (
+    "(Tensor query, Tensor(a!)[] buffers, Tensor(b!)[] columns, Tensor[] new, Tensor? sinks, "
+    "Tensor? seen, *, str names, SymInt used, float scale, float? softcap, bool masked, "
+    "bool weights, bool appends, str score, bool by_values, SymInt[] limits) -> (Tensor, Tensor)"
+)
+_CODES = (
+    "(Tensor query, Tensor[] codes, Tensor? positions, Tensor(a!)[] columns, Tensor? sinks, "
+    "Tensor? valid, *, str names, str forms, SymInt value_dim, float scale, float? softcap, "
+    "bool weights) -> (Tensor, Tensor)"
+)
 
 
 def _sums(names: str, columns: list[Tensor], used: int) -> dict[str, Tensor]:
@@ -22,9 +31,7 @@ def _results(query: Tensor, out: Tensor, weights: Tensor | None) -> tuple[Tensor
     return out, query.new_empty(0, dtype=torch.float32) if weights is None else weights
 
 
-@torch.library.custom_op(
-    "kvtool::decode_token", mutates_args=("buffers", "columns"), tags=_FLEXIBLE
-)
+@torch.library.custom_op("kvtool::decode_token", mutates_args=("buffers", "columns"), schema=_TOKEN)
 def decode_token(
     query: Tensor,
     buffers: list[Tensor],
@@ -93,7 +100,7 @@ def _weights(query: Tensor, slots: int) -> Tensor:
     return query.new_empty((*query.shape[:2], slots), dtype=torch.float32)
 
 
-@torch.library.custom_op("kvtool::decode_codes", mutates_args=("columns",), tags=_FLEXIBLE)
+@torch.library.custom_op("kvtool::decode_codes", mutates_args=("columns",), schema=_CODES)
 def decode_codes(
     query: Tensor,
     codes: list[Tensor],

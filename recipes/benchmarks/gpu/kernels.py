@@ -222,6 +222,34 @@ def _chosen(settings: Settings):
     return call, moved, f"1 query, {count} of {slots} keys"
 
 
+def _token(by_values: bool, settings: Settings):
+    from kvtool.kernels.decode_token import decode_token
+
+    kv_heads, heads, dim, slots, _ = _layer(settings)
+    budget = slots // 64
+    query, *new = (_draw(settings, 1, n, 1, dim) for n in (heads, kv_heads, kv_heads))
+    key, value = (_draw(settings, 1, kv_heads, budget + 1, dim) for _ in range(2))
+    order = torch.arange(budget + 1, device=settings.device)
+    positions = order.expand(1, kv_heads, -1).to(torch.int32).contiguous()
+    slot = torch.zeros(1, kv_heads, dtype=torch.int64, device=settings.device)
+    sums = torch.zeros(1, kv_heads, budget + 1, device=settings.device)
+    call = partial(
+        decode_token,
+        *(query, [key, value, positions, slot], [sums], [*new, order[-1:]], None, order[-1:]),
+        names=COLUMNS[0],
+        used=budget + 1,
+        scale=dim**-0.5,
+        softcap=None,
+        masked=False,
+        weights=False,
+        appends=False,
+        score=COLUMNS[0],
+        by_values=by_values,
+        limits=[budget // 2, 0, budget],
+    )
+    return call, key.nbytes + value.nbytes + 2 * sums.nbytes, f"1 query, {budget + 1} keys"
+
+
 def _codes(forms: tuple[str, str], settings: Settings):
     from kvtool.kernels.attend_codes import attend_codes
 
@@ -268,6 +296,8 @@ TIMED: dict[str, Callable[[Settings], tuple[Callable[[], object], int, str]]] = 
     "column_sums": _sums,
     "attend_slots": _slots,
     "attend_slots, chosen": _chosen,
+    "decode_token": partial(_token, False),
+    "decode_token, by values": partial(_token, True),
     **{f"attend_codes, {_named(forms)}": partial(_codes, forms) for forms in CODES},
     "page_scores": _pages,
     "row_product": _products,
