@@ -37,8 +37,8 @@ from kvtool.documents.messages import Turns, UserTurn
 from kvtool.engines.vllm.virtual_prompt import refuse_model
 from kvtool.errors import UsageError
 from kvtool.generation import Compressed, Conversation, Generation, compress, generate
-from kvtool.generation.compiled import CompileReport
 from kvtool.generation.fidelity import join_fidelities
+from kvtool.generation.graphs import StepsReport
 from kvtool.generation.reading import reading
 from kvtool.identity import config_hash
 from kvtool.models.chat import continued_ids, template_of
@@ -395,7 +395,7 @@ def _document(
     read: Sequence[Compressed] = (),
 ) -> GenerationDocument:
     """Put answers into a document."""
-    compiled = [each.compiled for each in answers if each.compiled is not None]
+    steps = [each.steps for each in answers if each.steps is not None]
     return GenerationDocument(
         model=loaded.name,
         policy=str(request.policy),
@@ -409,7 +409,7 @@ def _document(
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=_fidelity(answers[0]) if answers else None,
-        compiled=CompileSection(**asdict(CompileReport.join(compiled))) if compiled else None,
+        compiled=CompileSection(**asdict(StepsReport.join(steps))) if steps else None,
     )
 
 

@@ -255,6 +255,11 @@ class GenerationSettings(PromptSettings):
         "--compile/--no-compile",
         "Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
     )
+    graphs: bool = flag(
+        "--graphs/--no-graphs",
+        "Replay decode steps as CUDA graphs, on CUDA.  [default: graphs]",
+        default=True,
+    )
 
     @property
     def continues(self) -> bool:
@@ -292,6 +297,7 @@ class GenerationSettings(PromptSettings):
             "stop": self.stop,
             "compare_full": self.compare_full,
             "compiled": self.compile,
+            "graphs": self.graphs,
         }
 
     def check(self) -> None:

@@ -23,8 +23,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 import kvtool
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.feeding import wait
+from kvtool.generation.graphs import StaticDecoding, StepsReport
 from recipes.benchmarks.models import with_weights_of
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -133,7 +133,7 @@ class PolicySteps:
         self._token = torch.full((batch,), 7, device=model.device)
         shape = batch, 2 * budget
         self._ids = torch.randint(0, model.config.vocab_size, shape, device=model.device)
-        self._compiled = CompiledDecoding(model, room, backend=backend)
+        self._compiled = StaticDecoding(model, room, backend=backend, compiled=True)
 
     def refill(self) -> None:
         """Begin again after the prompt."""
@@ -149,7 +149,7 @@ class PolicySteps:
     def compiled(self) -> None:
         self._compiled(self._model, self._caches[1], self._token)
 
-    def report(self) -> CompileReport:
+    def report(self) -> StepsReport:
         """What was compiled so far."""
         return self._compiled.report()
 
