@@ -19,76 +19,54 @@ from torch import Tensor
 from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import (
     dense,
-    load_tile,
-    logits_of,
     softmax_step,
-    store_part,
     tile_edge,
     width,
 )
-from kvtool.maths.quantise import FP8_SHIFT, GROUP
+from kvtool.maths.quantise import FP8_SHIFT
 
 _LEAST = tl.constexpr(2.0**-14)  # of all scales but 0: float16's smallest normal
 
 
 @triton.jit
-def channel_of(columns, DIM: tl.constexpr, NIBBLES: tl.constexpr):
-    """Find the channel in each column of a tile."""
-    channels = columns
+def channels_of(columns, PLANE: tl.constexpr, DIM: tl.constexpr, NIBBLES: tl.constexpr):
+    """Find the channel that a plane of words holds in each column."""
     if NIBBLES:
-        channels = columns // 2 + columns % 2 * (DIM // 2)
-    return channels
+        return columns * 2 + PLANE // 2 + PLANE % 2 * (DIM // 2)
+    return columns * 2 + PLANE
 
 
 @triton.jit
-def load_bytes(
-    base, slots, stride, limit, FP8: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Load codes of 8 bits: int8, or e4m3 as float16 that are too small by 2 ** 8.
+def load_words(base, slots, stride, limit, WORDS: tl.constexpr, WIDTH: tl.constexpr):
+    """Load codes two bytes at a time, 0 beyond the last slot and column. The stride is in bytes."""
+    columns = tl.arange(0, WIDTH)
+    inside = (slots < limit)[:, None] & (columns < WORDS)[None, :]
+    rows = (base + slots.to(tl.int64) * stride).to(tl.pointer_type(tl.int16))
+    return tl.load(rows[:, None] + columns[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def decode_plane(words, PLANE: tl.constexpr, FP8: tl.constexpr, NIBBLES: tl.constexpr, dtype):
+    """Take one code out of each word: as it is, or e4m3 too small by 2 ** 8.
 
     The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
     """
-    codes = load_tile(base, slots, stride, limit, DIM, WIDTH)
+    if NIBBLES:
+        return (((words >> (4 * PLANE)) & 15) - 8).to(dtype)
     if FP8:
-        bits = codes.to(tl.uint16)
-        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return codes
+        bits = (words if PLANE else words << 8).to(tl.uint16)
+        bits = (bits & 0x8000) | ((bits >> 1) & 0x3F80)
+        return bits.to(tl.float16, bitcast=True).to(dtype)
+    return ((words if PLANE else words << 8) >> 8).to(dtype)
 
 
 @triton.jit
-def load_nibbles(
-    base,
-    scales,
-    slots,
-    stored,
-    stride,
-    scales_stride,
-    limit,
-    dtype: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Load codes of 4 bits times their scales, in the order of `channel_of`.
-
-    Half a group of bytes at a time has one scale for its low bits and one for its high bits.
-    """
-    run: tl.constexpr = GROUP // 2
-    runs = tl.arange(0, WIDTH // GROUP)
-    real = (runs < DIM // GROUP)[None, :]
-    there = (slots < limit)[:, None] & real
-    stored = stored[:, None] & real
-    slots = slots.to(tl.int64)[:, None]
-    first = slots * stride + runs[None, :] * run
-    places = first[:, :, None] + tl.arange(0, run)[None, None, :]
-    codes = tl.load(base + places, mask=there[:, :, None], other=0).to(tl.int32)
-    scales += slots * scales_stride
-    low = tl.load(scales + (runs * run // GROUP)[None, :], mask=stored, other=0.0)
-    high = tl.load(scales + ((DIM // 2 + runs * run) // GROUP)[None, :], mask=stored, other=0.0)
-    lower = ((codes & 15) - 8).to(tl.float32) * low.to(tl.float32)[:, :, None]
-    upper = ((codes >> 4) - 8).to(tl.float32) * high.to(tl.float32)[:, :, None]
-    numbers = tl.join(lower.to(dtype), upper.to(dtype))
-    return tl.reshape(numbers, (slots.shape[0], WIDTH))
+def load_scales(scales, slots, stride, stored, GROUPS: tl.constexpr, LINES: tl.constexpr):
+    """Load the scales of each group of channels, one line each: 0 for what is not stored."""
+    groups = tl.arange(0, LINES)[:, None]
+    places = slots.to(tl.int64)[None, :] * stride + groups
+    there = stored[None, :] & (groups < GROUPS)
+    return tl.load(scales + places, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["slots", "split"])
@@ -128,9 +106,15 @@ def attend_codes_part_kernel(
     scale,
     softcap,
     DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
+    WORDS: tl.constexpr,
+    WORDS_WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LINES: tl.constexpr,
     VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    VALUE_WORDS: tl.constexpr,
+    VALUE_WORDS_WIDTH: tl.constexpr,
+    VALUE_GROUPS: tl.constexpr,
+    VALUE_LINES: tl.constexpr,
     SHARE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -141,7 +125,6 @@ def attend_codes_part_kernel(
     VALUE_FP8: tl.constexpr,
     VALUE_NIBBLES: tl.constexpr,
     VALUE_SHIFT: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Attend to one part of the slots of a head by the queries that share it."""
     own = tl.program_id(0) % key_heads
@@ -157,45 +140,39 @@ def attend_codes_part_kernel(
     value_scales += batch * value_scales_batch + head * value_scales_head
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
     query += batch * query_batch + head * share * query_head
-    columns = tl.arange(0, DIM_WIDTH)
-    tile = tl.load(
-        query + members[:, None] * query_head + channel_of(columns, DIM, KEY_NIBBLES)[None, :],
-        mask=real[:, None] & (columns < DIM)[None, :],
-        other=0.0,
-    )
-    dtype: tl.constexpr = tile.dtype
+    dtype: tl.constexpr = query.dtype.element_ty
+    rows = tl.arange(0, LINES * SHARE_WIDTH)[:, None]
+    columns = tl.arange(0, WORDS_WIDTH)[None, :]
+    tiles = ()
+    for plane in tl.static_range(4 if KEY_NIBBLES else 2):
+        channels = channels_of(columns, plane, DIM, KEY_NIBBLES)
+        there = (rows % SHARE_WIDTH < share) & (columns < WORDS)
+        there &= channels // (DIM // GROUPS) == rows // SHARE_WIDTH
+        numbers = query + rows % SHARE_WIDTH * query_head + channels
+        tiles = tiles + (tl.load(numbers, mask=there, other=0.0),)
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
     seen = tl.zeros((KEYS,), tl.float32)
-    mean = tl.zeros((SHARE_WIDTH, VALUE_WIDTH), tl.float32)
+    means = ()
+    for _ in tl.static_range(4 if VALUE_NIBBLES else 2):
+        means = means + (tl.zeros((VALUE_LINES * SHARE_WIDTH, VALUE_WORDS_WIDTH), tl.float32),)
     stop = tl.minimum((part + 1) * split, slots)
     for low in range(part * split, stop, KEYS):
         places = low + tl.arange(0, KEYS)
         stored = places < stop
         if MASKED:
             stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
-        lines = places.to(tl.int64)
-        if KEY_NIBBLES:
-            keys = load_nibbles(
-                key,
-                key_scales,
-                places,
-                stored,
-                key_row,
-                key_scales_row,
-                stop,
-                dtype,
-                DIM,
-                DIM_WIDTH,
-                GROUP,
-            )
-            found = logits_of(tile, keys, scale, softcap, CAPPED)
-        else:
-            keys = load_bytes(key, places, key_row, stop, KEY_FP8, DIM, DIM_WIDTH).to(dtype)
-            sizes = tl.load(key_scales + lines * key_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * (scale * KEY_SHIFT)
-            found = logits_of(tile, keys, sizes[None, :], softcap, CAPPED)
+        words = load_words(key, places, key_row, stop, WORDS, WORDS_WIDTH)
+        found = tl.zeros((LINES * SHARE_WIDTH, KEYS), tl.float32)
+        for plane in tl.static_range(4 if KEY_NIBBLES else 2):
+            codes = decode_plane(words, plane, KEY_FP8, KEY_NIBBLES, dtype)
+            found = tl.dot(tiles[plane], tl.trans(codes), found, input_precision="ieee")
+        sizes = load_scales(key_scales, places, key_scales_row, stored, GROUPS, LINES)
+        found = tl.reshape(found, (LINES, SHARE_WIDTH, KEYS)) * sizes[:, None, :]
+        found = tl.sum(found, 0) * (scale * KEY_SHIFT)
+        if CAPPED:
+            found = softcap * (1 - 2 / (tl.exp(2 * found / softcap) + 1))  # softcap * tanh
         found = tl.where(stored[None, :], found, float("-inf"))
         tl.store(
             logits + line[:, None] * slots + places[None, :],
@@ -204,47 +181,40 @@ def attend_codes_part_kernel(
         )
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
-        mean = mean * shrink[:, None]
-        if VALUE_NIBBLES:
-            values = load_nibbles(
-                value,
-                value_scales,
-                places,
-                stored,
-                value_row,
-                value_scales_row,
-                stop,
-                dtype,
-                VALUE_DIM,
-                VALUE_WIDTH,
-                GROUP,
-            )
-            mean += tl.dot(weights.to(dtype), values, input_precision="ieee")
-        else:
-            values = load_bytes(value, places, value_row, stop, VALUE_FP8, VALUE_DIM, VALUE_WIDTH)
-            sizes = tl.load(value_scales + lines * value_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * VALUE_SHIFT
-            largest = 1.0
-            if dtype == tl.float16:  # weights times small scales would fall below its range
-                largest = tl.maximum(tl.max(sizes, 0), _LEAST)
-            scaled = (weights * (sizes / largest)[None, :]).to(dtype)
-            mean += tl.dot(scaled, values.to(dtype), input_precision="ieee") * largest
+        words = load_words(value, places, value_row, stop, VALUE_WORDS, VALUE_WORDS_WIDTH)
+        sizes = load_scales(
+            value_scales, places, value_scales_row, stored, VALUE_GROUPS, VALUE_LINES
+        )
+        sizes *= VALUE_SHIFT
+        largest = 1.0
+        if dtype == tl.float16:  # weights times small scales would fall below its range
+            largest = tl.maximum(tl.max(sizes), _LEAST)
+        scaled = weights[None, :, :] * (sizes / largest)[:, None, :]
+        scaled = tl.reshape(scaled, (VALUE_LINES * SHARE_WIDTH, KEYS)).to(dtype)
+        shrinks = tl.broadcast_to(shrink[None, :], (VALUE_LINES, SHARE_WIDTH))
+        shrinks = tl.reshape(shrinks, (VALUE_LINES * SHARE_WIDTH, 1))
+        updated = ()
+        for plane in tl.static_range(4 if VALUE_NIBBLES else 2):
+            codes = decode_plane(words, plane, VALUE_FP8, VALUE_NIBBLES, dtype)
+            added = tl.dot(scaled, codes, input_precision="ieee") * largest
+            updated = updated + (means[plane] * shrinks + added,)
+        means = updated
 
-    store_part(
-        part_mean,
-        part_top,
-        part_total,
-        part_seen,
-        line * parts + part,
-        real,
-        channel_of(tl.arange(0, VALUE_WIDTH), VALUE_DIM, VALUE_NIBBLES),
-        mean,
-        highest,
-        total,
-        seen,
-        VALUE_DIM,
-        VALUE_WIDTH,
-    )
+    columns = tl.arange(0, VALUE_WORDS_WIDTH)
+    groups = tl.arange(0, VALUE_LINES)[:, None]
+    for plane in tl.static_range(4 if VALUE_NIBBLES else 2):
+        channels = channels_of(columns, plane, VALUE_DIM, VALUE_NIBBLES)
+        of_group = groups == (channels // (VALUE_DIM // VALUE_GROUPS))[None, :]
+        mean = tl.reshape(means[plane], (VALUE_LINES, SHARE_WIDTH, VALUE_WORDS_WIDTH))
+        mean = tl.sum(tl.where(of_group[:, None, :], mean, 0.0), 0)
+        tl.store(
+            part_mean + (line * parts + part)[:, None] * VALUE_DIM + channels[None, :],
+            mean,
+            mask=real[:, None] & (columns < VALUE_WORDS)[None, :],
+        )
+    tl.store(part_top + line * parts + part, highest, mask=real)
+    tl.store(part_total + line * parts + part, total, mask=real)
+    tl.store(part_seen + line * parts + part, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 def attend_codes(
@@ -290,6 +260,11 @@ def attend_codes(
     share = heads // key_heads
     parts = allocate_parts(query, slots, value_dim)
     stored = query if positions is None else dense(positions)
+    words = [tensor.shape[-1] // 2 for tensor in codes[::2]]
+    groups = [tensor.shape[-1] for tensor in codes[1::2]]
+    lines = [triton.next_power_of_2(count) for count in groups]
+    members = max(triton.next_power_of_2(share), 16 // max(lines))
+    lines = [max(count, 16 // members) for count in lines]
     with torch.cuda.device_of(query):
         attend_codes_part_kernel[(batch * key_heads, parts.count)](
             query,
@@ -309,11 +284,17 @@ def attend_codes(
             scale,
             softcap or 1.0,
             DIM=head_dim,
-            DIM_WIDTH=width(head_dim),
+            WORDS=words[0],
+            WORDS_WIDTH=width(words[0]),
+            GROUPS=groups[0],
+            LINES=lines[0],
             VALUE_DIM=value_dim,
-            VALUE_WIDTH=width(value_dim),
-            SHARE_WIDTH=width(share),
-            KEYS=tile_edge(query, parts.mean, rows=width(share)),
+            VALUE_WORDS=words[1],
+            VALUE_WORDS_WIDTH=width(words[1]),
+            VALUE_GROUPS=groups[1],
+            VALUE_LINES=lines[1],
+            SHARE_WIDTH=members,
+            KEYS=tile_edge(query, parts.mean, rows=members * max(lines)),
             CAPPED=softcap is not None,
             MASKED=positions is not None,
             KEY_FP8=of_keys == "fp8",
@@ -322,7 +303,6 @@ def attend_codes(
             VALUE_FP8=of_values == "fp8",
             VALUE_NIBBLES=of_values == "int4",
             VALUE_SHIFT=FP8_SHIFT if of_values == "fp8" else 1.0,
-            GROUP=GROUP,
         )
     return join_parts(
         parts, query.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights
