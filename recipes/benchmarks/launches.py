@@ -1,9 +1,10 @@
 """Launches a layer of a compiled decode step, counted in the code that torch writes for an H200.
 
-No GPU is needed (see `pretended`). A layer is what a step of `--layers` layers launches more than
-one of a layer less. sdpa's flash kernel counts twice, since it splits the keys and joins the parts.
+    python -m recipes.benchmarks.launches  # 2 min
 
-    python -m recipes.benchmarks.launches --policies h2o snapkv --code /tmp/code
+No GPU is needed (see `pretended`). A layer is what a step of two layers launches more than one of
+one; a kernel that several layers share counts once. Flash attention counts twice, since it splits
+the keys and joins the parts, as do kvtool's own operators.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,14 +29,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
-from recipes.benchmarks import decoding  # registers the attention `unmasked`
+from recipes.benchmarks.decoding import ATTENTIONS
 from recipes.benchmarks.models import SHAPES
 from recipes.benchmarks.pretended import CUDA, OnDevice, pretend_device, written_code
 
 POLICIES = ("static", "full", "h2o", "h2o+caote", "snapkv", "quest")
 BOUNDS = {"full": 13, "snapkv": 13, "h2o": 14, "h2o+caote": 15, "quest": 18}
-OPTIONS = {"coordinate_descent_tuning": True}
-STEPS = 40
+OPTIONS = {"coordinate_descent_tuning": True, "combo_kernels": True}
+"""What makes a step of one row fast: its products become kernels that hold norms, activations and
+residuals as well, and independent kernels are launched as one. With more rows products remain
+cuBLAS's, and the first option only makes compiling slower."""
+UNMASKED = ATTENTIONS[1]
+STEPS = 40  # for which slots are taken
 KINDS = ("triton", "product", "flash", "aten", "kvtool")
 _CALLS = re.compile(
     r"(?:(extern_kernels|aten|torch\.ops\.\w+)\.(\w+)[.\w]*\(|(\w+)\.(run|copy_)\()"
@@ -134,7 +141,7 @@ def step_code(policy: str, budget: int, rows: int, layers: int, options: dict[st
         model = _build(layers, *SHAPES["8b"][:3])
     cache: Any
     if policy == "static":
-        model.set_attn_implementation("unmasked")
+        model.set_attn_implementation(UNMASKED)
         with mode:
             cache = _static_cache(model, budget, rows)
     else:
@@ -215,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     pretend_device()
     how = {"rows": args.rows, "layers": args.layers, "options": args.options, "codes": args.code}
-    lines = [count_layer(policy, args.budget, **how) for policy in args.policies]
+    with TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        lines = [count_layer(policy, args.budget, **how) for policy in args.policies]
     print(json.dumps([asdict(line) for line in lines], indent=1) if args.json else table(lines))
 
 

@@ -1,14 +1,14 @@
 """A device `cuda` that is not there: torch's compiler writes the code of an H200 for fake tensors.
 
-Neither a GPU is needed nor a torch with CUDA support. Of the device torch is told here what it would
-ask the driver, and the code is handed over in place of being run. Two things differ from a real
-one: sdpa's kernel is chosen here, and what would be timed to be chosen is not (padding,
-`max_autotune`).
+This needs no GPU and no torch with CUDA support. Torch is given answers here in place of those of a
+driver, and hands the code over in place of running it. Two things differ from a real device: the
+kernel of sdpa is chosen here, and nothing is timed in order to be chosen (padding, `max_autotune`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,6 +78,7 @@ def pretend_device() -> None:
     for module in (triton_support, utils, scheduler):
         for name in _TRITON.keys() & vars(module).keys():
             setattr(module, name, _say(_TRITON[name]))
+    logging.getLogger("torch._inductor.utils").setLevel(logging.ERROR)  # "on error, .. kept"
     settings.force_disable_caches = True
     settings.compile_threads = 1
     settings.shape_padding = False  # which both run on the device
