@@ -2,9 +2,9 @@
 
     python -m recipes.benchmarks.launches  # 2 min
 
-No GPU is needed (see `pretended`). A layer is what a step of two layers launches more than one of
-one; a kernel that several layers share counts once. Flash attention counts twice, since it splits
-the keys and joins the parts, as do kvtool's own operators.
+No GPU is needed (see `pretended`). A layer is what a step of three layers launches more than one of
+two. A kernel that several layers share counts for none. Flash attention counts twice, since it
+splits the keys and joins the parts, as do kvtool's own operators.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Launch:
 
     Attributes:
         kind: one of `KINDS`.
-        name: of the kernel or operator, without the number that Inductor gives it.
+        name: of the operator, or the names in the model's and kvtool's source of what a kernel
+            computes; of several in one, those of the first.
     """
 
     kind: str
@@ -81,26 +82,30 @@ class LayerLaunches:
 def find_launches(code: str) -> list[Launch]:
     """List what the code of a step launches, in order."""
     found: list[Launch] = []
+    source = ""
     for line in code[code.index("def call(") :].splitlines():
-        if line.lstrip().startswith(("#", "def ", "benchmark")):
-            continue
-        for space, operator, kernel, method in _CALLS.findall(line):
-            found += _launches(space, operator, kernel, method)
+        if "Source Nodes: [" in line:
+            nodes = line.partition("Source Nodes: [")[2].partition("]")[0].split(", ")
+            source = " ".join(dict.fromkeys(re.sub(r"_\d+$", "", node) for node in nodes))
+        if not line.lstrip().startswith(("#", "assert_")):
+            for call in _CALLS.findall(line):
+                found += _launches(source, *call)
     return found
 
 
-def _launches(space: str, operator: str, kernel: str, method: str) -> list[Launch]:
+def _launches(source: str, space: str, operator: str, kernel: str, method: str) -> list[Launch]:
     if space == "extern_kernels":
-        return [Launch("product", operator)]
+        return [Launch("product", f"{operator}: {source}")]
     if space.endswith("kvtool"):
         return [Launch("kvtool", operator)] * 2
     if space:
         twice = operator in _TWICE
         return [Launch("flash" if twice else "aten", operator)] * (1 + twice)
     if method == "copy_":
-        return [Launch("aten", "copy_")]
-    own = not kernel.startswith("triton_")
-    return [Launch("kvtool" if own else "triton", re.sub(r"_\d+$", "", kernel))]
+        return [Launch("aten", f"copy_ {kernel}")]
+    if kernel.startswith("triton_"):
+        return [Launch("triton", source)]
+    return [Launch("kvtool", re.sub(r"_\d+$", "", kernel))]
 
 
 def count_layer(
@@ -108,7 +113,7 @@ def count_layer(
     budget: int = 512,
     *,
     rows: int = 1,
-    layers: int = 2,
+    layers: int = 3,
     options: dict[str, Any] | None = None,
     codes: Path | None = None,
 ) -> LayerLaunches:
@@ -129,7 +134,7 @@ def count_layer(
     more, less = found
     more.subtract(less)
     counts = {kind: sum(n for each, n in more.items() if each.kind == kind) for kind in KINDS}
-    names = {f"{each.kind} {each.name}": n for each, n in more.items() if n}
+    names = {f"{each.kind}: {each.name}": n for each, n in more.items() if n}
     return LayerLaunches(policy, budget, rows, more.total(), counts, names)
 
 
@@ -205,7 +210,11 @@ def table(lines: Sequence[LayerLaunches]) -> str:
     ]
     text = ["| " + " | ".join(map(str, row)) + " |" for row in [head, ["---"] * len(head), *rows]]
     for line in lines:
-        text += ["", f"{line.policy}:", *(f"  {n:2} {each}" for each, n in line.launches.items())]
+        text += [
+            "",
+            f"{line.policy}:",
+            *(f"  {n:2} {each:.110}" for each, n in line.launches.items()),
+        ]
     return "\n".join(text)
 
 
@@ -215,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", default=POLICIES)
     parser.add_argument("--budget", type=int, default=512)
     parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--options", type=json.loads, help="of torch.compile, as JSON")
     parser.add_argument("--code", type=Path, help="an existing folder to write the code to")
     parser.add_argument("--json", action="store_true")
