@@ -194,6 +194,7 @@ def read_prompt(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
+        prefill=cache.prefill,
         prompt_tokens=result.prompt_tokens,
         saved=str(settings.save_path or settings.export_path),
         cache=held,
@@ -295,7 +296,7 @@ def _answer(
         else:
             result = talk.say(request.turn, **drawing)
     listener.on_answer(result.text[0])
-    return _document(request, loaded, [result], result.report, planned)
+    return _document(request, loaded, cache.prefill, [result], result.report, planned)
 
 
 _SHOWN = 80  # characters of a turn on stderr
@@ -340,7 +341,7 @@ def _converse(
     tokens = held.tokens_seen - new
     planned = _plan_in_use(request, loaded, tokens, settings.new_tokens, watcher)
     answers = [answer for _, answer in answered]
-    document = _document(request, loaded, answers, held, planned, read)
+    document = _document(request, loaded, cache.prefill, answers, held, planned, read)
     fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
     return document.model_copy(
         update={
@@ -389,6 +390,7 @@ def _plan_in_use(
 def _document(
     request: Request,
     loaded: Loaded,
+    prefill: str | None,
     answers: Sequence[Generation],
     held: CacheReport,
     plan: PlanSection | None,
@@ -400,6 +402,7 @@ def _document(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
+        prefill=prefill,
         prompt_tokens=sum(each.prompt_tokens for each in answers)
         + sum(each.prompt_tokens for each in read),
         new_tokens=sum(each.new_tokens for each in answers),

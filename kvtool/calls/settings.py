@@ -15,6 +15,7 @@ from kvtool.sizes import (
     DEFAULT_BLOCK,
     DEFAULT_NEW_TOKENS,
     DEFAULT_TOKENS,
+    DEVICE_BLOCKS,
     Budget,
     check_temperature,
     parse_memory,
@@ -53,7 +54,8 @@ class CachedSettings(RecipeSettings):
     )
     prefill: str | None = flag(
         "--prefill=full|block[:M]",
-        f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+        f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}; on CUDA "
+        f"{DEVICE_BLOCKS['cuda']}).",
         key="prefill",
         after="budget",
     )

@@ -180,13 +180,15 @@ class GenerationDocument(ShownDocument):
     """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
 
     With `turns` the tokens and times are those of all turns and of what was read before them. The
-    texts are on lines of their own, and `cache` is that of the last turn.
+    texts are on lines of their own, and `cache` is that of the last turn. `prefill` is `block:M`
+    where prompts are read in blocks.
     """
 
     kind: Literal["generation"] = "generation"
     model: str
     policy: str
     budget: int | str | None
+    prefill: str | None = None
     prompt_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
     text: str
@@ -226,6 +228,7 @@ class CompressionDocument(Document):
     model: str
     policy: str
     budget: int | str | None
+    prefill: str | None = None
     prompt_tokens: NonNegativeInt
     saved: str
     cache: CacheSection
