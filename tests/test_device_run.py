@@ -16,6 +16,7 @@ import torch
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.kernels.checks import Family
+from recipes.benchmarks import decoding
 from recipes.benchmarks.decoding import WARM, FullCacheSteps
 from recipes.benchmarks.gpu import __main__ as command
 from recipes.benchmarks.gpu import aims, decode, kernels, memory, ran, right
@@ -219,17 +220,62 @@ def test_steps_are_timed_in_runs(settings, monkeypatch):
 
 @torch.no_grad()
 def test_the_full_cache_feeds_its_own_tokens():
-    """Where slots are masked, they are those of a plain cache; nothing moves."""
+    """In place; where slots are masked, the tokens are those of a plain cache."""
     plain = build_models("tiny")[1]
     steps = FullCacheSteps(plain, 24, 4, None)
     token, positions = steps.token, steps.positions
     slots = [(layer.keys[:, :, :19], layer.values[:, :, :19]) for layer in steps.cache.layers]
-    cache, expected = filled_dynamic(plain, slots), torch.tensor([[7]])
+    cache, expected = filled_dynamic(plain, slots), token.clone()
     for step in range(4):
         steps()
         expected = plain(expected, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
         assert torch.equal(token, expected)
         assert positions.tolist() == [[20 + step]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@torch.no_grad()
+def test_a_full_cache_is_captured():
+    """The step that capturing takes leaves room for all others."""
+    plain = build_models("tiny", "cuda")[1]
+    plain.set_attn_implementation("unmasked")
+    captured, eager = (
+        FullCacheSteps(plain, 24, 4, None, graphs=graphs) for graphs in (True, False)
+    )
+    for one, other in zip(captured.cache.layers, eager.cache.layers, strict=True):
+        one.keys.copy_(other.keys)
+        one.values.copy_(other.values)
+    found = []
+    for steps in (captured, eager):
+        tokens = []
+        for _ in range(4):
+            steps()
+            tokens.append(steps.token.item())
+        found.append(tokens)
+    assert captured.captured
+    assert found[0][:2] == found[1][:2]
+    assert found[0][2] == found[1][3]  # one step was made before the graph
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_cannot_be_captured_runs_as_it_is(monkeypatch, refused):
+    launched = []
+
+    def captured(call, device):
+        call()
+        if refused:
+            raise RuntimeError("not permitted when stream is capturing")
+        return lambda: launched.append(call())
+
+    monkeypatch.setattr(decoding, "captured", captured)
+    steps = FullCacheSteps(build_models("tiny")[1], 24, 4, None)
+    steps._device = torch.device("cuda")
+    for _ in range(4):
+        steps()
+    assert steps.captured != refused
+    assert len(launched) == (0 if refused else 2)
+    assert steps.positions.tolist() == [[24]]  # the last of all slots has been written
 
 
 def test_random_keys_are_made_layer_by_layer():
