@@ -18,6 +18,7 @@ from rich.table import Table
 from kvtool.kernels.checks import CODES, QUANTISED, Family, Kind, comparisons
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
+from recipes.benchmarks.decoding import captured
 from recipes.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from recipes.benchmarks.gpu.settings import Settings
 
@@ -151,15 +152,13 @@ def _without_host(settings: Settings, call: Callable[[], object]) -> tuple[Calla
     """
     if not settings.cuda:
         return call, 1
-    calls, graph, side = 10, torch.cuda.CUDAGraph(), torch.cuda.Stream(settings.device)
-    with torch.cuda.device(side.device):
-        with torch.cuda.stream(side):
-            call()  # what is compiled
-        settings.wait()
-        with torch.cuda.graph(graph):
-            for _ in range(calls):
-                call()
-    return graph.replay, calls
+    calls = 10
+
+    def repeated() -> None:
+        for _ in range(calls):
+            call()
+
+    return captured(repeated, torch.device(settings.device)), calls
 
 
 def _draw(settings: Settings, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
