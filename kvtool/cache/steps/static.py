@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,7 @@ class StaticSteps:
         self._addresses: list[Addresses] = []
         self._fixed: list[list[Tensor]] = []
         self._seen: dict[torch.device, Tensor] = {}
+        self._shared: dict[Any, Any] = {}  # by parts that attend
 
     @contextmanager
     def step(self, layers: list[SlotLayer]) -> Iterator[None]:
@@ -77,7 +79,7 @@ class StaticSteps:
         with ExitStack() as ends:
             for each in counting:
                 if each.parts.attends is not None:
-                    ends.enter_context(each.parts.attends.static_step(each))
+                    ends.enter_context(each.parts.attends.static_step(each, self._shared))
             each_layer = zip(counting, self._addresses, self._fixed, strict=True)
             self._fixed = [_fix(*each) for each in each_layer]
             seen, ran = layers[0].seen, False
@@ -96,7 +98,7 @@ class StaticSteps:
 
     def forget(self) -> None:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""
-        self._layers, self._addresses, self._fixed = [], [], []
+        self._layers, self._addresses, self._fixed, self._shared = [], [], [], {}
 
     def _seen_on(self, device: torch.device) -> Tensor:
         if device not in self._seen:
