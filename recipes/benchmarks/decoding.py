@@ -182,7 +182,7 @@ def step_of(
     """
     if how == "eager":
         return decode_step, lambda: False
-    step = CompiledDecoding(model, room, backend=backend)
+    step = StaticDecoding(model, room, compiled=how == "compiled", backend=backend)
     return step, lambda: step.report().cuda_graphs
 
 

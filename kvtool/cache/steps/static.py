@@ -10,6 +10,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +71,7 @@ class StaticSteps:
         self._used: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
         self.epoch = 0
+        self._shared: dict[Any, Any] = {}  # by parts that attend
 
     @contextmanager
     def step(self, layers: list[SlotLayer]) -> Iterator[None]:
@@ -85,7 +87,7 @@ class StaticSteps:
         with ExitStack() as ends:
             for each in counting:
                 if each.parts.attends is not None:
-                    ends.enter_context(each.parts.attends.static_step(each))
+                    ends.enter_context(each.parts.attends.static_step(each, self._shared))
             self._fix(counting)
             seen, ran = layers[0].seen, False
             try:
@@ -104,6 +106,7 @@ class StaticSteps:
     def forget(self) -> None:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""
         self._layers, self._addresses, self._fixed, self._used = [], [], [], []
+        self._shared = {}
         self.epoch += 1
 
     def _fix(self, layers: list[SlotLayer]) -> None:
