@@ -29,8 +29,8 @@ from transformers.masking_utils import AttentionMaskInterface
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.feeding import wait
+from kvtool.generation.graphs import StaticDecoding, StepsReport
 from recipes.benchmarks.models import with_weights_of
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -182,7 +182,7 @@ def step_of(
     """
     if how == "eager":
         return decode_step, lambda: False
-    step = CompiledDecoding(model, room, backend=backend)
+    step = StaticDecoding(model, room, compiled=how == "compiled", backend=backend)
     return step, lambda: step.report().cuda_graphs
 
 
@@ -198,7 +198,7 @@ class PolicySteps:
     ) -> None:
         self._model, self._policy, self._budget = model, policy, budget
         self._token = torch.full((1,), 7, device=model.device)
-        self._compiled = CompiledDecoding(model, room, backend=backend)
+        self._compiled = StaticDecoding(model, room, backend=backend, compiled=True)
 
     def refill(self) -> None:
         """Begin again after the prompt."""
@@ -210,7 +210,7 @@ class PolicySteps:
     def compiled(self) -> None:
         self._compiled(self._model, self._caches[1], self._token)
 
-    def report(self) -> CompileReport:
+    def report(self) -> StepsReport:
         """What was compiled so far."""
         return self._compiled.report()
 

@@ -261,12 +261,14 @@ class SlotBuffers(SlotMemory):
         come.
 
         Only where tokens are appended and nothing is reserved. The next block, and `compact`, give
-        the empty slots up.
+        the empty slots up. Each batch entry goes on at the slot to reuse, if there is one.
         """
-        with torch.inference_mode(False):
-            following = torch.full(self.positions.shape[:2], self.used, device=self.device)
-        self.reserved = Reserved(following, tokens)
-        self.fill_to(self.used + tokens)
+        kept, following = self.kept, self.reuse_slot
+        if following is None:
+            with torch.inference_mode(False):
+                following = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        self.reserved, self.reuse_slot = Reserved(following, tokens), None
+        self.fill_to(kept + tokens)
 
     def use_reserved(self, by: int = 1) -> None:
         """Count one reserved slot as taken; append behind all slots again after the last."""
