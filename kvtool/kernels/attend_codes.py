@@ -1,9 +1,9 @@
 """Attention of one query per row over quantised slots, whose codes are read as they are stored.
 
 Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory: the
-first launch turns codes into numbers in registers. Each of its programs leaves the logits of its part, their
-maximum, the sum of exponentials and the mean of its values. Keys and values may have different
-forms.
+first launch turns codes into numbers in registers. Each of its programs leaves the logits of its
+part, their maximum, the sum of exponentials and the mean of its values. Keys and values may have
+different forms.
 
 Codes are loaded 16 bytes a thread, and are words of two bytes from there on: matrix units are fed
 with words of that size. Each thread takes the codes of a word apart by shifts, and each place in a
