@@ -24,6 +24,7 @@ from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
 from kvtool.kernels.checks import CODES, QUANTISED
 from kvtool.kernels.column_sums import column_sums
+from kvtool.kernels.decode_token import decode_token
 from kvtool.kernels.read_tables import page_scores, row_product
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
@@ -105,6 +106,8 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     counted = decode | {"valid": torch.ones(batch, dtype=torch.bool), "weights": True}
     masked, wanted = (None, decode) if case.plain else (stored, counted)
     attend_slots(token, key, value, masked, sums, **wanted)
+    if case.cached == case.shown:
+        decode_tokens(case, token, key, value, stored, sums, sinks)
     for of_keys, of_values in CODES:
         if "int4" in (of_keys, of_values) and (case.dim % GROUP or case.value_dim % GROUP):
             continue
@@ -119,6 +122,36 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     page_scores(grouped, bounds, total)
     rows = torch.zeros(batch, case.shown, 16, dtype=torch.int64)
     row_product(grouped[..., :16], bounds, rows, total)
+
+
+def decode_tokens(case, query, key, value, positions, sums, sinks) -> None:
+    """A decoded token in each form: appended, or in place of one that is chosen."""
+    batch, heads, slots = positions.shape
+    slot, place = torch.zeros(2, batch, heads, dtype=torch.int64)
+    new_key, new_value = key[:, :, :1], value[:, :, :1]
+    columns = [sums.get(name) for name in COLUMNS]
+    padded = not case.plain
+    budgets = torch.zeros(batch, dtype=torch.int64) if padded else None
+    forms = [(True, "", ""), (False, "attention_sum", ""), (False, "position", "")]
+    forms += [(False, "attention_sum", "caote"), (False, "attention_sum", "fastcaote")]
+    for appends, score, rescore in forms:
+        own = columns if score != "position" and not appends else [None] * len(columns)
+        decode_token(
+            query,
+            *(key, value, positions, slot, *own, new_key, new_value, place[:, 0], sinks),
+            *(place[:, 0], budgets),
+            used=slots,
+            scale=0.1,
+            softcap=None if case.plain else 30.0,
+            masked=padded,
+            weights=False,
+            appends=appends,
+            score=score,
+            rescore=rescore,
+            recent=-1,
+            first=0,
+            budget=slots - 1,
+        )
 
 
 def main(arch: str, dtype: str, *cases: str) -> None:

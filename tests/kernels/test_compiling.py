@@ -24,7 +24,7 @@ def check(arch: int, dtype: str, *cases: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 7
+    assert len(found) == 8
     assert max(found.values()) <= SHARED[arch] * 1024, found
 
 
