@@ -7,13 +7,14 @@ choose places of one on the device. The device is called `meta`, which torch ask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 DEVICE = torch.device("meta")
@@ -146,3 +147,38 @@ class _Python(TorchFunctionMode):
                 )
                 args = args[0], index, *args[2:]
         return func(*args, **kwargs)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that launch something on a GPU, by name: not views, nor bare memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    @property
+    def count(self) -> int:
+        return self.names.total()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        makes_view = any(
+            each.alias_info and not each.alias_info.is_write for each in operation._schema.returns
+        )
+        if not (makes_view or "empty" in operation.name() or "_unsafe_view" in operation.name()):
+            self.names[operation.name()] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def as_kernel(function: Callable, launches: Launches) -> Callable:
+    """Let one launch on the device compute what a function does on the CPU."""
+
+    def run(*args, **kwargs):
+        args, kwargs = tree_map(_here, (args, kwargs))
+        with _disable_current_modes():
+            found = function(*args, **kwargs)
+        launches.names[function.__name__] += 1
+        return tree_map(
+            lambda part: OnDevice(part) if isinstance(part, torch.Tensor) else part, found
+        )
+
+    return run

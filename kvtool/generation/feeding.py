@@ -227,9 +227,9 @@ def decode_step(
     Returns:
         (batch, vocab) float32 logits.
     """
-    layer = cache.first_layer
-    lengths = layer.lengths
-    start = layer.seen if lengths is None else lengths.to(token_ids.device)[:, None]
+    start = cache.first_layer.next_positions()
+    if isinstance(start, Tensor):
+        start = start.to(token_ids.device)
     positions = torch.zeros_like(token_ids)[:, None] + start
     return (
         (forward or model)(

@@ -82,8 +82,9 @@ def trusted(kind: Kind) -> bool:
         return True
     dims = kind.head_dim if not kind.value_dim else f"{kind.head_dim}/{kind.value_dim}"
     logging.getLogger(__name__).warning(
-        "kvtool: no Triton kernels for %s (%s, %s) on %s, plain torch instead: %s",
-        *(kind.family, str(kind.dtype).removeprefix("torch."), dims, kind.device, wrong),
+        "kvtool: no kernels for %s (%s, %s) on %s, %s instead: %s",
+        *(kind.family, str(kind.dtype).removeprefix("torch."), dims, kind.device),
+        *("Triton" if kind.family is Family.CAUSAL else "plain torch", wrong),
     )
     return False
 

@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from kvtool.cache.steps.attend_triton import can_run
+from kvtool.kernels.checks import Family
 from kvtool.maths.statistics import add_causal_columns
 from kvtool.profiling.seen import Seen
 
@@ -43,7 +45,8 @@ def column_entropy(sums: Tensor) -> Tensor:
     Returns:
         (...).
     """
-    shares = sums.double() / sums.double().sum(-1, keepdim=True)
+    sums = sums.double()
+    shares = sums / sums.sum(-1, keepdim=True)
     entropy = -torch.special.xlogy(shares, shares).sum(-1)
     return entropy / math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(entropy)
 
@@ -58,6 +61,8 @@ def column_sums(seen: Seen) -> Tensor:
     kv_heads = seen.key.shape[0]
     group = heads // kv_heads
     sums = torch.zeros(kv_heads, group, n, dtype=torch.float32, device=seen.query.device)
+    if seen.lse is not None and can_run(seen.call, Family.ROWS, seen.step.layer.window):
+        return _sums_by_kernel(seen, seen.lse)
     if seen.lse is not None:
         query, lse = (each.unflatten(0, (kv_heads, group)) for each in (seen.query, seen.lse))
         add_causal_columns({}, sums, query, seen.key, lse, scale=seen.call.scale)
@@ -69,6 +74,21 @@ def column_sums(seen: Seen) -> Tensor:
             weights, low = seen.weights(start, stop, slice(head, head + 1))
             sums[head, :, low:stop] += weights[0].sum(1)
     return sums.flatten(0, 1)
+
+
+def _sums_by_kernel(seen: Seen, lse: Tensor) -> Tensor:
+    """Compute the same in one pass of a kernel, from the log-sum-exp of all rows."""
+    from kvtool.kernels import column_sums as kernel
+
+    sums, order = torch.zeros_like(lse), torch.arange(lse.shape[1], device=lse.device)
+    kernel.column_sums(
+        *(seen.query[None], seen.key[None], order[None], order[None, None]),
+        *(lse[None], None, {"attention_sum": sums[None]}),
+        scale=seen.call.scale,
+        window=seen.step.layer.window,
+        softcap=seen.call.softcap,
+    )
+    return sums
 
 
 class Density:

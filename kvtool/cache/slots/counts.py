@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Unwritten(NamedTuple):
+    """A decoded token that the kernel which attends it is to write.
+
+    Attributes:
+        key, value: (batch, kv_heads, 1, dim).
+        place: (batch or 1,) its position, -1 for padding; None: it is not counted yet.
+    """
+
+    key: Tensor
+    value: Tensor
+    place: Tensor | None = None
 
 
 class Addresses:
@@ -50,6 +64,15 @@ class TokenCounts:
         if self.lengths is not None:
             return self.lengths[:, None, None]
         return self.seen if self.seen_device is None else self.seen_device
+
+    def next_positions(self) -> int | Tensor:
+        """Return where the next token of each batch entry will be: one number, or (batch or 1, 1).
+
+        In a static step that is the running token, which the host has counted.
+        """
+        if self.lengths is not None:
+            return self.lengths[:, None]
+        return self.seen if self.seen_device is None else self.seen_device[0] - 1
 
     def count_apart(self, batch: int, device: torch.device) -> None:
         """Count every batch entry by itself from here on."""

@@ -26,7 +26,7 @@ from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import UsageError
 from kvtool.extras import installed
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.maths.quantise import GROUP
 from kvtool.models.load import load
 from recipes.benchmarks.gpu.live import live_bytes
@@ -300,7 +300,11 @@ def compiled(settings: Settings, policy: str) -> Record:
         with torch.no_grad():
             logits = [prefill(model, cache, random_ids(PROMPT).to(model.device))]
             backend = "eager" if settings.tiny else "inductor"
-            step = CompiledDecoding(model, steps, backend) if name == "compiled" else decode_step
+            step = (
+                StaticDecoding(model, steps, compiled=True, backend=backend)
+                if name == "compiled"
+                else decode_step
+            )
             for token in range(5, 5 + steps):
                 ids = torch.tensor([token], device=model.device)
                 logits.append(step(model, cache, ids).clone())
