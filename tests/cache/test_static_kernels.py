@@ -8,7 +8,7 @@ import torch
 import kvtool
 from kvtool.cache.steps import attend
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.kernels import trust
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import peaky_model, random_ids
@@ -71,7 +71,9 @@ def compare(monkeypatch, policy, padded, backend, tolerance=1e-4, model=None):
     monkeypatch.setattr(trust, "usable", lambda *_, **__: not compiling())
     cache = filled(model, policy, padded)
     calls = counted(monkeypatch, "attend_codes" if cache.policy.codec else "attend_slots")
-    step = static if backend is None else CompiledDecoding(model, STEPS, backend=backend)
+    step = static
+    if backend is not None:
+        step = StaticDecoding(model, STEPS, compiled=True, backend=backend)
     found = [step(model, cache, token) for token in tokens]
     stores = sum(len(layer.stores) for layer in cache.slot_layers)
     evicting = cache.slot_layers[0].evicts_tokens  # whose first step is not static

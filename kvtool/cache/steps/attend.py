@@ -136,8 +136,6 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
         _lend_slots(layer, call, visible, stored)
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
     counts = call.query.device.type in TRITON_DEVICES and not needs_lse
-    if counts and layer.seen_device is not None and layer.parts.kernel is None:
-        note_kernel(layer, call)
     if stored is not None:
         if counts and can_count_codes(layer, call):
             return count_slots(layer, call)
