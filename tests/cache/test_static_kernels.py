@@ -7,9 +7,10 @@ import torch
 
 import kvtool
 from kvtool.cache.steps import attend
-from kvtool.generation import decode_step, prefill
+from kvtool.generation import decode_step, graphs, prefill
 from kvtool.generation.graphs import StaticDecoding
 from kvtool.kernels import trust
+from tests import tape
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -71,13 +72,17 @@ def compare(monkeypatch, policy, padded, backend, tolerance=1e-4, model=None):
     monkeypatch.setattr(trust, "usable", lambda *_, **__: not compiling())
     cache = filled(model, policy, padded)
     calls = counted(monkeypatch, "attend_codes" if cache.policy.codec else "attend_slots")
-    step = static
-    if backend is not None:
+    step, recorded = static, backend == "recorded"
+    if recorded:
+        monkeypatch.setattr(graphs, "recorder", tape.recorder())
+        step = StaticDecoding(model, STEPS)
+    elif backend is not None:
         step = StaticDecoding(model, STEPS, compiled=True, backend=backend)
     found = [step(model, cache, token) for token in tokens]
     stores = sum(len(layer.stores) for layer in cache.slot_layers)
     evicting = cache.slot_layers[0].evicts_tokens  # whose first step is not static
-    assert len(calls) == (STEPS - (evicting and cache.policy.codec is None)) * stores
+    runs = STEPS + recorded - (evicting and cache.policy.codec is None)
+    assert len(calls) == runs * stores
     torch.testing.assert_close(torch.stack(found), torch.stack(expected), atol=tolerance, rtol=0)
     for one, other in zip(cache.slot_layers, plain.slot_layers, strict=True):
         assert torch.equal(cache.kept_positions(one.index), plain.kept_positions(one.index))
@@ -105,10 +110,10 @@ def test_static_steps_equal_eager_ones(monkeypatch, policy, padded):
     assert all((new.choice is not None) == (policy in CHOSEN) for new in calls)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", ["aot_eager", "recorded", "eager"])
 @pytest.mark.parametrize("policy", PLAIN)
-def test_compiled_steps_equal_eager_ones(monkeypatch, policy, backend):
+def test_compiled_and_recorded_steps_equal_eager_ones(monkeypatch, policy, backend):
     compare(monkeypatch, policy, policy in PLAIN[::2], backend)
 
 
