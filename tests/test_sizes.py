@@ -144,6 +144,15 @@ def test_prefill_is_read(text, tokens):
     assert parse_prefill(text) == tokens
 
 
+@pytest.mark.parametrize(
+    ("device", "tokens"), [("cuda", 2048), ("cuda:3", 2048), ("cpu", 128), ("mps", 128), ("", 128)]
+)
+def test_a_block_without_a_size_has_that_of_the_device(device, tokens):
+    assert parse_prefill("block", device=device) == tokens
+    assert parse_prefill("block:64", device=device) == 64
+    assert parse_prefill("full", device=device) is None
+
+
 @pytest.mark.parametrize("text", ["blok", "full:3", "block:0", "block:-1", "block:x", "block:4k"])
 def test_a_prefill_that_cannot_be_read_is_refused(text):
     with pytest.raises(UsageError):

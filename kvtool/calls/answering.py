@@ -40,7 +40,7 @@ _OF_MODEL = frozenset({each.name for each in fields(ModelSettings)}) - {"seed"}
 _IN_REQUEST = frozenset({"policy", "budget", "allocator", "prefill"})
 _LAID_OUT = frozenset({"recipe", "set", "unset"})  # in the others
 _REFUSED = frozenset({"prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full"})
-_NO_MATTER = frozenset({"memory", "compile", "skip_bad", "tensor_parallel"})
+_NO_MATTER = frozenset({"memory", "compile", "graphs", "skip_bad", "tensor_parallel"})
 _MARKED = frozenset(each.name for each in settings_of(GenerationSettings) if not each.flag.counts)
 ELSEWHERE = _IN_TOKENS | _OF_MODEL | _IN_REQUEST | _LAID_OUT | _REFUSED | _NO_MATTER | _MARKED
 """Settings that the fingerprint has from elsewhere, or that no answer depends on."""

@@ -120,7 +120,7 @@ def prepare_compression(
     prompt, source = typed_prompt(settings)
     if prompt is None:
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
-    prefill = read_prefill(settings.prefill)
+    prefill = read_prefill(settings)
     policy, budget = choose_policy(settings, plan, watcher)
     if settings.export_path is not None:
         from kvtool.engines.vllm.virtual_prompt import refuse_policy

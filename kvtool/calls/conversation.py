@@ -37,8 +37,8 @@ from kvtool.documents.messages import Turns, UserTurn
 from kvtool.engines.vllm.virtual_prompt import refuse_model
 from kvtool.errors import UsageError
 from kvtool.generation import Compressed, Conversation, Generation, compress, generate
-from kvtool.generation.compiled import CompileReport
 from kvtool.generation.fidelity import join_fidelities
+from kvtool.generation.graphs import StepsReport
 from kvtool.generation.reading import reading
 from kvtool.identity import config_hash
 from kvtool.models.chat import continued_ids, template_of
@@ -194,6 +194,7 @@ def read_prompt(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
+        prefill=cache.prefill,
         prompt_tokens=result.prompt_tokens,
         saved=str(settings.save_path or settings.export_path),
         cache=held,
@@ -295,7 +296,7 @@ def _answer(
         else:
             result = talk.say(request.turn, **drawing)
     listener.on_answer(result.text[0])
-    return _document(request, loaded, [result], result.report, planned)
+    return _document(request, loaded, cache.prefill, [result], result.report, planned)
 
 
 _SHOWN = 80  # characters of a turn on stderr
@@ -340,7 +341,7 @@ def _converse(
     tokens = held.tokens_seen - new
     planned = _plan_in_use(request, loaded, tokens, settings.new_tokens, watcher)
     answers = [answer for _, answer in answered]
-    document = _document(request, loaded, answers, held, planned, read)
+    document = _document(request, loaded, cache.prefill, answers, held, planned, read)
     fidelity = join_fidelities([(each.fidelity, each.new_tokens) for each in answers])
     return document.model_copy(
         update={
@@ -389,17 +390,19 @@ def _plan_in_use(
 def _document(
     request: Request,
     loaded: Loaded,
+    prefill: str | None,
     answers: Sequence[Generation],
     held: CacheReport,
     plan: PlanSection | None,
     read: Sequence[Compressed] = (),
 ) -> GenerationDocument:
     """Put answers into a document."""
-    compiled = [each.compiled for each in answers if each.compiled is not None]
+    steps = [each.steps for each in answers if each.steps is not None]
     return GenerationDocument(
         model=loaded.name,
         policy=str(request.policy),
         budget=spell_budget(request.budget),
+        prefill=prefill,
         prompt_tokens=sum(each.prompt_tokens for each in answers)
         + sum(each.prompt_tokens for each in read),
         new_tokens=sum(each.new_tokens for each in answers),
@@ -409,7 +412,7 @@ def _document(
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=_fidelity(answers[0]) if answers else None,
-        compiled=CompileSection(**asdict(CompileReport.join(compiled))) if compiled else None,
+        compiled=CompileSection(**asdict(StepsReport.join(steps))) if steps else None,
     )
 
 

@@ -12,7 +12,7 @@ from kvtool.calls.eval_settings import EvalSettings
 from kvtool.calls.from_python import check_keywords, keywords_of, takes
 from kvtool.documents.files import expand
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe import ModelChoice, Recipe
 from kvtool.documents.resolve import document_of, flags_of, read_recipe
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.settings import settings_of
@@ -24,6 +24,7 @@ from kvtool.evaluation.run.index import RESULTS, read_results_file
 from kvtool.evaluation.tasks.selection import TaskFlags, parse_data
 from kvtool.evaluation.tasks.table import task_class
 from kvtool.models.attached import ModelSource
+from kvtool.models.placement import resolve_device
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.installed import placed
 from kvtool.policies.outside import module_of
@@ -32,6 +33,7 @@ from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
     from kvtool.evaluation.prepare import Prepared
+    from kvtool.models.load import Loaded
 
 _TASK_SETTINGS = ("lengths", "depths", "samples", "prompts")
 
@@ -88,6 +90,7 @@ def evaluate(
         data=data or {},
         gates=[Gate(task, least=least) for task, least in (fail_under or {}).items()],
         command="kvtool.evaluate",
+        loaded=where.loaded,
     )
     watcher = Watcher() if watcher is None else watcher
     given = None if folder is None else str(folder)
@@ -186,8 +189,15 @@ def _compared(
     data: Mapping[str, str],
     gates: list[Gate],
     command: str,
+    loaded: Loaded | None = None,
 ) -> Comparison:
     """Return what is compared, by a recipe or plan and the settings over it."""
+
+    def device(choice: ModelChoice) -> str:
+        if loaded is not None:
+            return str(loaded.model.device)
+        return resolve_device(choice.device, choice.device_map, elsewhere=settings.elsewhere)
+
     flags = flags_of(settings)
     flags.set("--tasks", [{"task": name} for name in tasks], "eval", "tasks")
     for name, value in (("policy", policies), ("budget", budgets)):
@@ -201,6 +211,7 @@ def _compared(
         sets=settings.set,
         unsets=settings.unset,
         command=command,
+        device=device,
     )
 
 

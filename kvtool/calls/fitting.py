@@ -25,7 +25,7 @@ from kvtool.planning.variants import FULL_CACHE, Variant
 from kvtool.planning.ways import list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.sizes import Budget, bytes_in_words
+from kvtool.sizes import Budget, bytes_in_words, spell_prefill
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -263,6 +263,8 @@ class PlannedRun:
 
     def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
         settings = self.settings
+        if not self.run.device:  # a block there may be another one than was counted with
+            prefill = spell_prefill(prefill)
         given = {
             "-m": settings.model,
             "--revision": settings.revision,
@@ -272,7 +274,7 @@ class PlannedRun:
             "--quantize": self.run.bits,
             "-p": str(policy),
             "-b": tokens,
-            "--prefill": prefill if prefill == "block" else None,
+            "--prefill": prefill if prefill != "full" else None,
             "-n": self.run.text.new or None,
         }
         return settings.command(["kvtool", "generate"], given)
@@ -309,7 +311,8 @@ def planned_run(
                 f"--memory: the weights of `{model.id}` cannot be counted from its configuration",
                 hint="--bytes SIZE plans for the cache alone",
             )
-    run = Run(config, dtype, FULL_CACHE, text, known, memory, bits=bits, size=size)
+    device = "" if settings.device in (None, "auto") else settings.device
+    run = Run(config, dtype, FULL_CACHE, text, known, memory, device, bits=bits, size=size)
     return PlannedRun(settings, run, losses or packaged(key_biases=has_key_biases(config)))
 
 

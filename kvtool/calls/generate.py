@@ -187,7 +187,7 @@ def _check_processes(settings: GenerationSettings) -> None:
 
 def _request(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:
     prompt, source = typed_prompt(settings)
-    prefill = read_prefill(settings.prefill)
+    prefill = read_prefill(settings)
     if settings.cache is not None:
         if plan is not None:
             raise UsageError(

@@ -24,7 +24,14 @@ from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
 from kvtool.policies.policy import Policy, check_blocks
 from kvtool.policies.scores.full import Full
-from kvtool.sizes import DEFAULT_BUDGET, DEFAULT_TOKENS, Budget, parse_prefill, spell_prefill
+from kvtool.sizes import (
+    DEFAULT_BUDGET,
+    DEFAULT_TOKENS,
+    Budget,
+    parse_prefill,
+    says_default_block,
+    spell_prefill,
+)
 from kvtool.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -123,13 +130,15 @@ def room_for_rows(
     return None if free is None else free // _FREE_SHARE, _MOST_ROWS
 
 
-def read_prefill(text: str | None) -> str:
-    """Return `full` or `block:M`.
+def read_prefill(settings: CachedSettings) -> str:
+    """Return `full` or `block:M`; the device gives the M of `block`.
 
     Raises:
-        UsageError: neither, or a block of no token.
+        UsageError: neither, a block of no token, or a device that is not there.
     """
-    return spell_prefill(text or "full", name="--prefill")
+    text = settings.prefill or "full"
+    device = settings.planned_device if says_default_block(text) else ""
+    return spell_prefill(text, name="--prefill", device=device)
 
 
 def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvtool.sizes import (
     DEFAULT_BLOCK,
     DEFAULT_NEW_TOKENS,
     DEFAULT_TOKENS,
+    DEVICE_BLOCKS,
     Budget,
     check_temperature,
     parse_memory,
@@ -53,7 +54,8 @@ class CachedSettings(RecipeSettings):
     )
     prefill: str | None = flag(
         "--prefill=full|block[:M]",
-        f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}).",
+        f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}; on CUDA "
+        f"{DEVICE_BLOCKS['cuda']}).",
         key="prefill",
         after="budget",
     )
@@ -255,6 +257,11 @@ class GenerationSettings(PromptSettings):
         "--compile/--no-compile",
         "Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
     )
+    graphs: bool = flag(
+        "--graphs/--no-graphs",
+        "Replay decode steps as CUDA graphs, on CUDA.  [default: graphs]",
+        default=True,
+    )
 
     @property
     def continues(self) -> bool:
@@ -292,6 +299,7 @@ class GenerationSettings(PromptSettings):
             "stop": self.stop,
             "compare_full": self.compare_full,
             "compiled": self.compile,
+            "graphs": self.graphs,
         }
 
     def check(self) -> None:

@@ -135,20 +135,26 @@ class Fidelity(Section):
 
 
 class CompileSection(Section):
-    """What `--compile` made of the decode steps; `compile_s` is part of the decode time."""
+    """How decode steps ran that were to be compiled or replayed as CUDA graphs.
+
+    `compile_s` is part of the decode time; `replayed_steps` were replayed without being compiled.
+    """
 
     graphs: NonNegativeInt
     eager_steps: NonNegativeInt
     compiled_steps: NonNegativeInt
     compile_s: NonNegativeFloat
     cuda_graphs: bool
+    replayed_steps: NonNegativeInt = 0
 
     def in_words(self) -> str:
-        """Say what was compiled."""
-        steps = self.eager_steps + self.compiled_steps
-        if self.compiled_steps == 0:
+        """Say what was compiled, and what was replayed."""
+        steps = self.eager_steps + self.compiled_steps + self.replayed_steps
+        if self.compiled_steps == 0 and self.replayed_steps == 0:
             why = "their shapes change, or they cannot be compiled"
             return f"none of {steps} steps ran compiled: {why}"
+        if self.compiled_steps == 0:
+            return f"{self.replayed_steps} of {steps} steps replayed as a CUDA graph"
         how = ", as CUDA graphs" if self.cuda_graphs else ""
         graphs = "1 graph" if self.graphs == 1 else f"{self.graphs} graphs"
         return (
@@ -174,13 +180,15 @@ class GenerationDocument(ShownDocument):
     """`kvtool generate`: `text` and `token_ids` hold generated tokens only.
 
     With `turns` the tokens and times are those of all turns and of what was read before them. The
-    texts are on lines of their own, and `cache` is that of the last turn.
+    texts are on lines of their own, and `cache` is that of the last turn. `prefill` is `block:M`
+    where prompts are read in blocks.
     """
 
     kind: Literal["generation"] = "generation"
     model: str
     policy: str
     budget: int | str | None
+    prefill: str | None = None
     prompt_tokens: NonNegativeInt
     new_tokens: NonNegativeInt
     text: str
@@ -220,6 +228,7 @@ class CompressionDocument(Document):
     model: str
     policy: str
     budget: int | str | None
+    prefill: str | None = None
     prompt_tokens: NonNegativeInt
     saved: str
     cache: CacheSection

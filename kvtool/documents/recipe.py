@@ -43,7 +43,13 @@ from kvtool.documents.document import (
 from kvtool.documents.settings import Asking, ModelFields, Name
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import UsageError, quote
-from kvtool.sizes import DEFAULT_BLOCK, LARGEST_SEED, Budget, check_temperature, spell_prefill
+from kvtool.sizes import (
+    LARGEST_SEED,
+    Budget,
+    check_temperature,
+    says_default_block,
+    spell_prefill,
+)
 
 
 def _canonical(value: Any) -> int | str:
@@ -222,11 +228,13 @@ class PrefillMapping(RecipeSection):
 
     def __str__(self) -> str:
         """Return the setting as the flag spells it."""
-        return "full" if self.mode == "full" else f"block:{self.block or DEFAULT_BLOCK}"
+        return self.mode if self.block is None else f"block:{self.block}"
 
 
 def _prefill(value: Any) -> Any:
-    return spell_prefill(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return "block" if says_default_block(value) else spell_prefill(value)
 
 
 PrefillChoice = Annotated[

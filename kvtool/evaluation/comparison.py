@@ -6,7 +6,7 @@ The folder that its run is written to is checked with them.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from datetime import date
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.documents.claim import Claim, check_claim
 from kvtool.documents.files import check_name, expand
 from kvtool.documents.plan import PlanDocument
-from kvtool.documents.recipe import Recipe
+from kvtool.documents.recipe import ModelChoice, Recipe
 from kvtool.documents.resolve import Flags, gather, parse_policies, resolve
 from kvtool.documents.settings import Asking, Protocol
 from kvtool.documents.source import Source
@@ -27,7 +27,7 @@ from kvtool.evaluation.tasks.task import Task
 from kvtool.models.folder import REFERENCE, Unreachable, check_folder, check_hub, check_hub_data
 from kvtool.planning.variants import BASELINE, Variant, make_variants
 from kvtool.policies.grammar import check_imported, parse_policy, with_allocator
-from kvtool.sizes import DEFAULT_BUDGET, Budget
+from kvtool.sizes import DEFAULT_BUDGET, Budget, says_default_block, spell_prefill
 
 if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
@@ -59,6 +59,7 @@ def read_comparison(
     sets: Sequence[str] = (),
     unsets: Sequence[str] = (),
     command: str,
+    device: Callable[[ModelChoice], str],
 ) -> Comparison:
     """Put a recipe and flags together; each policy and the plan are read once.
 
@@ -67,6 +68,7 @@ def read_comparison(
         gates: those of flags, before those of the recipe.
         sets, unsets: `--set` and `--unset` flags.
         command: as typed, for errors.
+        device: names the device that a recipe's model runs on.
 
     Raises:
         DocumentError, UsageError: every mistake that shows without the model.
@@ -80,6 +82,9 @@ def read_comparison(
         check_named=check_imported,
     )
     recipe, plan = resolved.recipe, resolved.plan
+    if says_default_block(str(recipe.prefill)):
+        block = spell_prefill(str(recipe.prefill), device=device(recipe.model))
+        recipe = recipe.model_copy(update={"prefill": block})
     policies, (chosen, left_out) = gather(
         lambda: _policies(recipe, resolved.source),
         lambda: read_tasks(task_flags, recipe, resolved.source),

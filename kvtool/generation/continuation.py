@@ -15,9 +15,10 @@ from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import UsageError
 from kvtool.generation.broken_numbers import check_logits, explaining
-from kvtool.generation.compiled import CompiledDecoding, CompileReport, pays
+from kvtool.generation.compiled import pays
 from kvtool.generation.decoding import (
     Callback,
+    Drawing,
     StopsAt,
     StopsWhen,
     decode_loop,
@@ -31,6 +32,7 @@ from kvtool.generation.feeding import (
     wait,
 )
 from kvtool.generation.fidelity import Fidelity, compare_with_full
+from kvtool.generation.graphs import StaticDecoding, StepsReport
 from kvtool.generation.model_settings import check_drawing, drawing_settings, prepare
 
 
@@ -39,8 +41,8 @@ class Generation:
     """What was generated. Rows of `token_ids` and `text` hold new tokens only.
 
     Attributes:
-        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has not been fed
-            to the cache.
+        input_ids: (batch, all tokens) int64 on the CPU; the last generated token has been fed to
+            the cache only where steps were replayed and something else than their number ended it.
         prompt_tokens: new tokens of the prompt, of the longest sequence.
         new_tokens: generated tokens, of the longest sequence.
     """
@@ -54,7 +56,7 @@ class Generation:
     prefill_s: float
     decode_s: float
     fidelity: Fidelity | None = None
-    compiled: CompileReport | None = None
+    steps: StepsReport | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ def generate(
     stop: Sequence[str] = (),
     min_new_tokens: int = 0,
     compiled: bool | None = False,
+    graphs: bool = True,
     stop_when: Callable[[], bool] | None = None,
 ) -> Generation:
     """Generate after a prompt, after a loaded cache, or after both.
@@ -135,7 +138,8 @@ def generate(
         compiled: run the steps through torch.compile once the cache's shapes no longer change; the
             first such steps take the seconds that compiling takes. None: where it pays, which is
             for many tokens on a CUDA device, and where it can be done.
-
+        graphs: whether steps are recorded and replayed as CUDA graphs, on a CUDA device and where
+            that can be done.
         stop_when: asked once the prompt has been read, and after every token whether to end there;
             then nothing is compared.
 
@@ -155,9 +159,14 @@ def generate(
         feed_prompt(model, cache, prompt_ids, attention_mask, max_new_tokens, tokenizer)
     )
     kept: list[Tensor] | None = [] if compare_full else None
-    step: CompiledDecoding | Callable[..., Tensor] = decode_step
-    if compiled or (compiled is None and pays(model, max_new_tokens)):
-        step = CompiledDecoding(model, max_new_tokens, required=compiled is not None)
+    compiling = compiled or (compiled is None and pays(model, max_new_tokens))
+    steps = StaticDecoding(
+        model,
+        max_new_tokens,
+        compiled=compiling,
+        graphs=graphs,
+        required=compiled is not None,
+    )
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
@@ -166,27 +175,18 @@ def generate(
         *([StopsWhen(stop_when)] if stop_when is not None else []),
     ]
     made = prepare(model, tokenizer, ids, settings, stops)
+    drawing = Drawing(ids, made, torch.Generator(model.device).manual_seed(seed))
+    streamer = None if on_text is None else Callback(tokenizer, on_text)
     with cache.running.generating():
-        everything = decode_loop(
-            model,
-            ids,
-            made.processors,
-            made.criteria,
-            made.settings,
-            text_streamer=None if on_text is None else Callback(tokenizer, on_text),
-            next_logits=logits,
-            kv_cache=cache,
-            generator=torch.Generator(model.device).manual_seed(seed),
-            kept_logits=kept,
-            step=step,
+        known, left = decode_loop(
+            model, cache, drawing, logits, steps, streamer=streamer, kept_logits=kept
         )
     wait(model)
     decode_s = time.perf_counter() - start
-    known = everything.cpu()
-    cache.remember(known, None)
+    cache.remember(known, left)
     if stop_when is not None and stop_when():
         kept = None
-    new = [until_end(row, model) for row in everything[:, ids.shape[1] :].tolist()]
+    new = [until_end(row, model) for row in known[:, ids.shape[1] :].tolist()]
     return Generation(
         token_ids=new,
         text=tokenizer.batch_decode(new, skip_special_tokens=True),
@@ -198,8 +198,10 @@ def generate(
         decode_s=decode_s,
         fidelity=None
         if kept is None
-        else compare_with_full(model, everything, torch.stack(kept, 1), cache.rope.chosen),
-        compiled=step.report() if isinstance(step, CompiledDecoding) else None,
+        else compare_with_full(
+            model, known.to(model.device), torch.stack(kept, 1), cache.rope.chosen
+        ),
+        steps=steps.report() if compiling or steps.replays else None,
     )
 
 

@@ -12,17 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation.broken_numbers import broken_entries, explain, explaining
-from kvtool.generation.feeding import decode_step
-from kvtool.generation.model_settings import end_tokens
+from kvtool.generation.graphs import StaticDecoding
+from kvtool.generation.model_settings import Prepared, end_tokens
 
 _FEWEST = 256  # tokens of a text's buffer
 _BYTES = 4  # of a character at most, and a token has one or more
@@ -32,71 +28,191 @@ _CLEANED = 32  # characters at the end of a text that the clean-up of spaces may
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
+class Drawing:
+    """Draws a token for each sequence, and says which sequences go on.
+
+    What is drawn lies at fixed addresses. So where nothing looks at the text, drawing can be
+    recorded as a part of the step that comes before it.
+
+    Attributes:
+        token: (rows,) int64, the last ones drawn.
+        generators: that they are drawn by.
+        fixed: whether all of it depends on the logits alone.
+    """
+
+    def __init__(
+        self, input_ids: Tensor, made: Prepared, generator: torch.Generator | None = None
+    ) -> None:
+        """Begin behind (rows, n) the text so far."""
+        rows, device = len(input_ids), input_ids.device
+        self._processors, self._samples = made.processors, bool(made.settings.do_sample)
+        self._padding, self.most = made.settings._pad_token_tensor, made.settings.max_length
+        ends = [each for each in made.criteria if isinstance(each, EosTokenCriteria)]
+        self._ends = [each.eos_token_id.to(device) for each in ends]
+        self._asks = [
+            each
+            for each in made.criteria
+            if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))
+        ]
+        self.fixed = all(type(each).__name__ in _OF_LOGITS for each in made.processors)
+        self.generators = [] if generator is None or not self._samples else [generator]
+        self.token = input_ids.new_zeros(rows)
+        self._told = input_ids.new_zeros(3, rows)
+        self._running = torch.ones(rows, dtype=torch.bool, device=device)
+        self._here = longer(input_ids.cpu(), self.most)
+        self._there = None if self.fixed else longer(input_ids, self.most)
+        self.written = self.read = input_ids.shape[1]
+
+    @property
+    def text(self) -> Tensor:
+        """The text as far as the host has read it, (rows, n) on the CPU."""
+        return self._here[:, : self.read]
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the host may read a token after the next one has been drawn.
+
+        It may not where it ends one of several sequences, whose padding is fed from then on.
+        """
+        return not self._asks or len(self.token) == 1
+
+    def __call__(self, logits: Tensor) -> None:
+        """Draw from (rows, vocab) logits; the host does not wait."""
+        broken = broken_entries(logits)
+        text = self.token[:, None] if self._there is None else self._there[:, : self.written]
+        scores = self._processors(text, logits.masked_fill(broken[:, None], 0.0))
+        token = sample(scores, self.generators[0]) if self._samples else scores.argmax(-1)
+        if self._padding is not None:
+            token = torch.where(self._running, token, self._padding)
+        broken &= self._running
+        for ends in self._ends:
+            self._running &= (token[:, None] != ends).all(1)
+        self.token.copy_(token)
+        torch.stack([token, broken.to(token.dtype), self._running.to(token.dtype)], out=self._told)
+
+    def tell(self) -> Told:
+        """Send what has been drawn to the host."""
+        if self._there is not None:
+            if self.written == self._there.shape[1]:
+                self._there = longer(self._there, self.most)
+            self._there[:, self.written] = self.token
+        self.written += 1
+        return Told(self._told)
+
+    def take(self, told: Tensor) -> bool:
+        """Add (3, rows) of what has arrived to the text; whether any sequence goes on."""
+        if self.read == self._here.shape[1]:
+            self._here = longer(self._here, self.most)
+        self._here[:, self.read] = told[0]
+        self.read += 1
+        running = told[2].bool()
+        for ask in self._asks:
+            done = ask(self.text, None).cpu()
+            if bool((running & done).any()):
+                running &= ~done
+                self._running &= ~done.to(self._running.device)
+        return bool(running.any()) and self.read < self.most
+
+
+def sample(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token for each of (rows, vocab) scores, as torch.multinomial does: (rows,) int64.
+
+    That one has the host look at the scores first.
+    """
+    shares = scores.softmax(-1)
+    return (shares / torch.empty_like(shares).exponential_(1, generator=generator)).argmax(-1)
+
+
+class Told:
+    """Numbers on their way to the host, which may go on before it needs them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._arrived = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(numbers.device))
+        else:
+            self._numbers = numbers.cpu().clone()
+
+    def read(self) -> Tensor:
+        """Wait for them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers
+
+
+_OF_LOGITS = frozenset(
+    {
+        *("TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper"),
+        *("TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper"),
+    }
+)
+"""What transformers makes of settings that neither looks at the text nor asks the host."""
+
+
 @torch.no_grad()
 def decode_loop(
     model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: Callable[[Tensor, Tensor], Tensor],
-    stopping_criteria: Callable[[Tensor, Tensor | None], Tensor],
-    generation_config: GenerationConfig,
-    *,
+    cache: KVCache,
+    drawing: Drawing,
     next_logits: Tensor,
-    kv_cache: KVCache,
-    text_streamer: Callback | None = None,
-    generator: torch.Generator | None = None,
+    steps: StaticDecoding,
+    *,
+    streamer: Callback | None = None,
     kept_logits: list[Tensor] | None = None,
-    step: Callable[[PreTrainedModel, KVCache, Tensor], Tensor] = decode_step,
-) -> Tensor:
-    """Sample from the logits that a prompt has left.
+) -> tuple[Tensor, Tensor | None]:
+    """Draw from the logits that a prompt has left, and go on.
 
     The host waits for a token once: it reads the tokens, whether any logits were broken and whether
-    any sequence goes on.
-
-    Args:
-        input_ids: (batch, n) the text so far.
-        logits_processor, stopping_criteria, generation_config: what transformers has made of the
-            settings for it (`kvtool.generation.model_settings.prepare`).
+    any sequence goes on. Where steps are replayed, it reads them while the next step runs; a text
+    that has ended by then has its last token fed as well.
 
     Returns:
-        (batch, more) the text and what follows it.
+        (rows, more) the text and what follows it, on the CPU, and the logits behind it, (rows,
+        vocab), where its last token has been fed.
 
     Raises:
         BrokenNumbers: the logits of a sequence that still runs are not finite.
     """
-    written = input_ids.shape[1]
-    text = longer(input_ids, generation_config.max_length)
-    running = torch.ones(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
-    padding = generation_config._pad_token_tensor
-    logits = next_logits
+    logits, drawn = next_logits, drawing if drawing.fixed and steps.replays else None
+    drawing(logits)
     while True:
         if kept_logits is not None:
-            kept_logits.append(logits.cpu())
-        broken = broken_entries(logits)
-        scores = logits_processor(text[:, :written], logits.masked_fill(broken[:, None], 0.0))
-        if generation_config.do_sample:
-            token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-        else:
-            token = scores.argmax(-1)
-        if padding is not None:
-            token = torch.where(running, token, padding)
-        broken &= running
-        if written == text.shape[1]:
-            text = longer(text, generation_config.max_length)
-        text[:, written] = token
-        written += 1
-        running = running & ~stopping_criteria(text[:, :written], None)
-        read = torch.cat([token, broken, running]).view(3, -1).cpu()
+            kept_logits.append(logits.to("cpu", copy=True))
+        told, ahead = drawing.tell(), steps.replays and drawing.can_wait
+        ahead = ahead and drawing.written < drawing.most
+        if ahead:
+            logits = _feed(model, cache, drawing, drawn, steps)
+        read = told.read()
         if read[1].any():
             row = int(read[1].nonzero()[0])
-            raise explain(model, text[row : row + 1, : written - 1])
-        if text_streamer is not None:
-            text_streamer.put(read[0])
-        if not read[2].any():
-            if text_streamer is not None:
-                text_streamer.end()
-            return text[:, :written]
-        with explaining(model, text[:, :written]):
-            logits = step(model, kv_cache, token)
+            raise explain(model, drawing.text[row : row + 1])
+        goes_on = drawing.take(read)
+        if streamer is not None:
+            streamer.put(read[0])
+        if not goes_on:
+            if streamer is not None:
+                streamer.end()
+            return drawing.text, logits.clone() if ahead else None
+        if not ahead:
+            logits = _feed(model, cache, drawing, drawn, steps)
+
+
+def _feed(
+    model: PreTrainedModel,
+    cache: KVCache,
+    drawing: Drawing,
+    drawn: Drawing | None,
+    steps: StaticDecoding,
+) -> Tensor:
+    """Feed the last token and draw the next, in one recording where drawing can be recorded."""
+    with explaining(model, drawing.text):
+        logits = steps.feed(cache, drawing.token, drawn)
+        if drawn is None:
+            drawing(logits)
+    return logits
 
 
 def longer(text: Tensor, most: int) -> Tensor:

@@ -1,94 +1,168 @@
 """Attention of one query per row over quantised slots, whose codes are read as they are stored.
 
 Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory: the
-first launch dequantises codes in registers. Each of its programs leaves the logits of its part,
-their maximum, the sum of exponentials and the mean of its values. Where a slot has one scale (int8,
-fp8), codes are multiplied unscaled: the scale of a key is applied to its logit, and that of a value
-to its weight. Where groups of channels have scales (int4), codes are multiplied with them first.
-Keys and values may have different forms.
+first launch turns codes into numbers in registers. Each of its programs leaves the logits of its
+part, their maximum, the sum of exponentials and the mean of its values. Keys and values may have
+different forms.
 
-A byte of int4 holds channels i and i + DIM / 2. Tiles have the two beside each other, since that is
-how registers hold them, and so do the query (keys in int4) and the mean (values in int4).
+Codes are loaded 16 bytes a thread, and are words of two bytes from there on: matrix units are fed
+with words of that size. Each thread takes the codes of a word apart by shifts, and each place in a
+word is a product of its own, with the channels of the query that belong there. A word holds
+channels 2i and 2i + 1; with 4 bits, it holds these of the lower half of the channels in low bits,
+and of the upper half in high bits.
+
+Codes enter the products unscaled: the scale of a key is applied to its logit, and that of a value
+to its weight. Where groups of channels have scales (int4), a tile has a line for each group, in
+which the query is 0 in other groups' channels.
 """
+
+import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from kvtool.kernels.join_parts import allocate_parts, join_parts
-from kvtool.kernels.tiles import (
-    dense,
-    load_tile,
-    logits_of,
-    softmax_step,
-    store_part,
-    tile_edge,
-    width,
-)
-from kvtool.maths.quantise import FP8_SHIFT, GROUP
+from kvtool.kernels.tiles import dense, softmax_step, tile_edge, width
+from kvtool.maths.quantise import FP8_SHIFT
 
+_ROWS = 8  # of a tile, at least
 _LEAST = tl.constexpr(2.0**-14)  # of all scales but 0: float16's smallest normal
 
 
-@triton.jit
-def channel_of(columns, DIM: tl.constexpr, NIBBLES: tl.constexpr):
-    """Find the channel in each column of a tile."""
-    channels = columns
-    if NIBBLES:
-        channels = columns // 2 + columns % 2 * (DIM // 2)
-    return channels
+class Layout(NamedTuple):
+    """How codes lie in memory and in tiles, known when a kernel is compiled.
+
+    Attributes:
+        dim: channels of a vector.
+        halves: of the channels, which share bytes; 1 for codes of 8 bits.
+        words: of a vector, and `width` columns of a tile.
+        groups: of channels with a scale each.
+        lines: of a tile, at least as many as there are groups in a half.
+        fp8: whether codes are e4m3.
+        shift: what scales have to be multiplied with.
+        paired: whether two words are decoded at once.
+        assembly: what does so, for each place in a word.
+    """
+
+    dim: int
+    halves: int
+    words: int
+    width: int
+    groups: int
+    lines: int
+    fp8: bool
+    shift: float
+    paired: bool
+    assembly: tuple[str, ...]
+
+
+@functools.cache
+def has_pairs(device: torch.device) -> bool:
+    """Whether kernels run on a GPU whose instructions for pairs of bfloat16 are known here."""
+    if not isinstance(attend_codes_part_kernel, triton.JITFunction):
+        return False  # interpreted
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 80
+
+
+@functools.cache
+def assemble(form: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Write PTX that turns two words into two numbers of 16 bits, for each place in a word.
+
+    Low bits of 128 in bfloat16, and of 1024 in float16, count ones, and the zero is subtracted from
+    them. Of int8 the highest bit stands for -128: with it, the zero is 128 larger in both types.
+    Bits of e4m3 are moved to their places, and in bfloat16 make up for its larger exponents.
+    """
+    brain = dtype == torch.bfloat16
+    pair, ones, minus = ("bf16x2", 0x4300, 0xBF80) if brain else ("f16x2", 0x6400, 0xBC00)
+    if form == "fp8":
+        right, bits, times = (4, 0x07F0, 0x7780) if brain else (1, 0x3F80, 0x3C00)
+        template = (
+            f"shl.b32 a, $1, {{left}}; shr.b32 b, a, {right}; and.b32 a, a, {_twice(0x8000)}; "
+            f"and.b32 b, b, {_twice(bits)}; or.b32 a, a, b; "
+            f"mov.b32 b, {_twice(times)}; mov.b32 c, {_twice(0x8000)}; fma.rn.{pair} $0, a, b, c;"
+        )
+    else:
+        bits, sign, zero = (0xF, 0, ones | 8) if form == "int4" else (0x7F, 0x80, ones)
+        template = (
+            f"shr.b32 b, $1, {{right}}; mov.b32 c, {_twice(ones)}; "
+            f"lop3.b32 a, b, {_twice(bits)}, c, 0xEA; "  # b & bits | c
+            f"mov.b32 c, {_twice(zero)}; lop3.b32 b, b, {_twice(sign)}, c, 0xEA; "
+            f"mov.b32 c, {_twice(minus)}; fma.rn.{pair} $0, b, c, a;"
+        )
+    halves = (0, 1) if form == "int4" else (0,)
+    moves = [
+        {"left": 8 - 8 * byte, "right": 4 * half + 8 * byte} for half in halves for byte in (0, 1)
+    ]
+    return tuple("{ .reg .b32 a, b, c; " + template.format(**move) + " }" for move in moves)
+
+
+def _twice(bits: int) -> str:
+    return f"0x{bits:04X}{bits:04X}"
+
+
+def lay_out(form: str, dim: int, codes: Tensor, scales: Tensor, query: Tensor) -> Layout:
+    """Find how codes lie, with no more lines than they need."""
+    halves, words, groups = 1 + (form == "int4"), codes.shape[-1] // 2, scales.shape[-1]
+    lines = triton.next_power_of_2(triton.cdiv(groups, halves))
+    paired = query.element_size() == 2 and has_pairs(query.device)
+    assembly = assemble(form, query.dtype) if paired else ()
+    of_groups = groups, lines, form == "fp8", FP8_SHIFT if form == "fp8" else 1.0
+    return Layout(dim, halves, words, width(words), *of_groups, paired, assembly)
 
 
 @triton.jit
-def load_bytes(
-    base, slots, stride, limit, FP8: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Load codes of 8 bits: int8, or e4m3 as float16 that are too small by 2 ** 8.
+def load_words(base, slots, stride, limit, CODES: tl.constexpr):
+    """Load codes two bytes at a time, 0 beyond the last slot and column. The stride is in bytes."""
+    columns = tl.arange(0, CODES.width)
+    inside = (slots < limit)[:, None] & (columns < CODES.words)[None, :]
+    rows = (base + slots.to(tl.int64) * stride).to(tl.pointer_type(tl.int16))
+    return tl.load(rows[:, None] + columns[None, :], mask=inside, other=0)
+
+
+@triton.jit
+def decode(words, HALF, BYTE, CODES: tl.constexpr, dtype: tl.constexpr):
+    """Take a code out of each word: int8 and int4 as they are, e4m3 too small by 2 ** 8.
 
     The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
     """
-    codes = load_tile(base, slots, stride, limit, DIM, WIDTH)
-    if FP8:
-        bits = codes.to(tl.uint16)
-        codes = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-    return codes
+    if CODES.paired:
+        assembly: tl.constexpr = CODES.assembly[2 * HALF + BYTE]
+        bits = tl.inline_asm_elementwise(assembly, "=r,r", [words], tl.int16, True, 2)
+        return bits.to(dtype, bitcast=True)
+    if CODES.halves == 2:
+        return (((words >> (8 * BYTE + 4 * HALF)) & 15) - 8).to(dtype)
+    high = words << (8 - 8 * BYTE)
+    if CODES.fp8:
+        bits = (high & -0x8000) | ((high >> 1) & 0x3F80)
+        return bits.to(tl.float16, bitcast=True).to(dtype)
+    return (high >> 8).to(dtype)
 
 
 @triton.jit
-def load_nibbles(
-    base,
-    scales,
-    slots,
-    stored,
-    stride,
-    scales_stride,
-    limit,
-    dtype: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Load codes of 4 bits times their scales, in the order of `channel_of`.
+def channels_of(columns, HALF, BYTE, CODES: tl.constexpr):
+    """Find the channel of a place in each word, and the line of the channel's group."""
+    channels = HALF * (CODES.dim // 2) + columns * 2 + BYTE
+    size: tl.constexpr = CODES.dim // CODES.groups
+    return channels, channels // size - HALF * (CODES.dim // 2) // size
 
-    Half a group of bytes at a time has one scale for its low bits and one for its high bits.
-    """
-    run: tl.constexpr = GROUP // 2
-    runs = tl.arange(0, WIDTH // GROUP)
-    real = (runs < DIM // GROUP)[None, :]
-    there = (slots < limit)[:, None] & real
-    stored = stored[:, None] & real
-    slots = slots.to(tl.int64)[:, None]
-    first = slots * stride + runs[None, :] * run
-    places = first[:, :, None] + tl.arange(0, run)[None, None, :]
-    codes = tl.load(base + places, mask=there[:, :, None], other=0).to(tl.int32)
-    scales += slots * scales_stride
-    low = tl.load(scales + (runs * run // GROUP)[None, :], mask=stored, other=0.0)
-    high = tl.load(scales + ((DIM // 2 + runs * run) // GROUP)[None, :], mask=stored, other=0.0)
-    lower = ((codes & 15) - 8).to(tl.float32) * low.to(tl.float32)[:, :, None]
-    upper = ((codes >> 4) - 8).to(tl.float32) * high.to(tl.float32)[:, :, None]
-    numbers = tl.join(lower.to(dtype), upper.to(dtype))
-    return tl.reshape(numbers, (slots.shape[0], WIDTH))
+
+@triton.jit
+def load_scales(scales, slots, stride, limit, CODES: tl.constexpr):
+    """Load the scales of slots for each half, a line for each group."""
+    HALVES: tl.constexpr = CODES.halves
+    loaded = ()
+    for half in tl.static_range(HALVES):
+        first = half * (CODES.dim // 2) // (CODES.dim // CODES.groups)
+        groups = first + tl.arange(0, CODES.lines)[:, None]
+        there = (slots < limit)[None, :] & (groups < CODES.groups)
+        places = slots.to(tl.int64)[None, :] * stride + groups
+        loaded += (tl.load(scales + places, mask=there, other=0.0),)  # type: ignore[assignment]
+    return loaded
 
 
 @triton.jit(do_not_specialize=["slots", "split"])
@@ -127,21 +201,12 @@ def attend_codes_part_kernel(
     split,
     scale,
     softcap,
-    DIM: tl.constexpr,
-    DIM_WIDTH: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
     SHARE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
-    KEY_FP8: tl.constexpr,
-    KEY_NIBBLES: tl.constexpr,
-    KEY_SHIFT: tl.constexpr,
-    VALUE_FP8: tl.constexpr,
-    VALUE_NIBBLES: tl.constexpr,
-    VALUE_SHIFT: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """Attend to one part of the slots of a head by the queries that share it."""
     own = tl.program_id(0) % key_heads
@@ -157,45 +222,53 @@ def attend_codes_part_kernel(
     value_scales += batch * value_scales_batch + head * value_scales_head
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
     query += batch * query_batch + head * share * query_head
-    columns = tl.arange(0, DIM_WIDTH)
-    tile = tl.load(
-        query + members[:, None] * query_head + channel_of(columns, DIM, KEY_NIBBLES)[None, :],
-        mask=real[:, None] & (columns < DIM)[None, :],
-        other=0.0,
-    )
-    dtype: tl.constexpr = tile.dtype
+    dtype: tl.constexpr = query.dtype.element_ty
+    HALVES: tl.constexpr = KEY.halves
+    ROWS: tl.constexpr = KEY.lines * SHARE_WIDTH
+    rows = tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, KEY.width)[None, :]
+    tiles = ()
+    for place in tl.static_range(2 * HALVES):
+        channels, lines = channels_of(columns, place // 2, place % 2, KEY)
+        there = (rows % SHARE_WIDTH < share) & (columns < KEY.words)
+        there &= lines == rows // SHARE_WIDTH
+        numbers = query + rows % SHARE_WIDTH * query_head + channels
+        tiles += (tl.load(numbers, mask=there, other=0.0),)  # type: ignore[assignment]
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
     seen = tl.zeros((KEYS,), tl.float32)
-    mean = tl.zeros((SHARE_WIDTH, VALUE_WIDTH), tl.float32)
+    VALUE_HALVES: tl.constexpr = VALUE.halves
+    VALUE_ROWS: tl.constexpr = VALUE.lines * SHARE_WIDTH
+    VALUE_WIDTH: tl.constexpr = VALUE.width
+    means = ()
+    for _ in tl.static_range(2 * VALUE_HALVES):
+        means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)  # type: ignore[assignment]
     stop = tl.minimum((part + 1) * split, slots)
-    for low in range(part * split, stop, KEYS):
-        places = low + tl.arange(0, KEYS)
+    places = part * split + tl.arange(0, KEYS)
+    next_key_scales = load_scales(key_scales, places, key_scales_row, stop, KEY)
+    next_value_scales = load_scales(value_scales, places, value_scales_row, stop, VALUE)
+    for _ in range(part * split, stop, KEYS):
+        # scales are too narrow for Triton to load them ahead
+        of_keys, of_values = next_key_scales, next_value_scales
+        ahead = places + KEYS
+        next_key_scales = load_scales(key_scales, ahead, key_scales_row, stop, KEY)
+        next_value_scales = load_scales(value_scales, ahead, value_scales_row, stop, VALUE)
         stored = places < stop
         if MASKED:
             stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
-        lines = places.to(tl.int64)
-        if KEY_NIBBLES:
-            keys = load_nibbles(
-                key,
-                key_scales,
-                places,
-                stored,
-                key_row,
-                key_scales_row,
-                stop,
-                dtype,
-                DIM,
-                DIM_WIDTH,
-                GROUP,
-            )
-            found = logits_of(tile, keys, scale, softcap, CAPPED)
-        else:
-            keys = load_bytes(key, places, key_row, stop, KEY_FP8, DIM, DIM_WIDTH).to(dtype)
-            sizes = tl.load(key_scales + lines * key_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * (scale * KEY_SHIFT)
-            found = logits_of(tile, keys, sizes[None, :], softcap, CAPPED)
+        words = load_words(key, places, key_row, stop, KEY)
+        found = tl.zeros((SHARE_WIDTH, KEYS), tl.float32)
+        for half in tl.static_range(HALVES):
+            products = tl.zeros((ROWS, KEYS), tl.float32)
+            for byte in tl.static_range(2):
+                codes = tl.trans(decode(words, half, byte, KEY, dtype))
+                products = tl.dot(tiles[2 * half + byte], codes, products, input_precision="ieee")
+            products = tl.reshape(products, (KEY.lines, SHARE_WIDTH, KEYS))
+            found += tl.sum(products * of_keys[half].to(tl.float32)[:, None, :], 0)
+        found *= scale * KEY.shift
+        if CAPPED:
+            found = softcap * (1 - 2 / (tl.exp(2 * found / softcap) + 1))  # softcap * tanh
         found = tl.where(stored[None, :], found, float("-inf"))
         tl.store(
             logits + line[:, None] * slots + places[None, :],
@@ -204,47 +277,38 @@ def attend_codes_part_kernel(
         )
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
-        mean = mean * shrink[:, None]
-        if VALUE_NIBBLES:
-            values = load_nibbles(
-                value,
-                value_scales,
-                places,
-                stored,
-                value_row,
-                value_scales_row,
-                stop,
-                dtype,
-                VALUE_DIM,
-                VALUE_WIDTH,
-                GROUP,
-            )
-            mean += tl.dot(weights.to(dtype), values, input_precision="ieee")
-        else:
-            values = load_bytes(value, places, value_row, stop, VALUE_FP8, VALUE_DIM, VALUE_WIDTH)
-            sizes = tl.load(value_scales + lines * value_scales_row, mask=stored, other=0.0)
-            sizes = sizes.to(tl.float32) * VALUE_SHIFT
+        words = load_words(value, places, value_row, stop, VALUE)
+        shrink = tl.broadcast_to(shrink[None, :], (VALUE.lines, SHARE_WIDTH))
+        shrink = tl.reshape(shrink, (VALUE_ROWS, 1))
+        updated = ()
+        for half in tl.static_range(VALUE_HALVES):
+            sizes = tl.where(stored[None, :], of_values[half].to(tl.float32) * VALUE.shift, 0.0)
             largest = 1.0
             if dtype == tl.float16:  # weights times small scales would fall below its range
-                largest = tl.maximum(tl.max(sizes, 0), _LEAST)
-            scaled = (weights * (sizes / largest)[None, :]).to(dtype)
-            mean += tl.dot(scaled, values.to(dtype), input_precision="ieee") * largest
+                largest = tl.maximum(tl.max(sizes), _LEAST)
+            scaled = weights[None, :, :] * (sizes / largest)[:, None, :]
+            scaled = tl.reshape(scaled, (VALUE_ROWS, KEYS)).to(dtype)
+            for byte in tl.static_range(2):
+                codes = decode(words, half, byte, VALUE, dtype)
+                added = tl.dot(scaled, codes, input_precision="ieee") * largest
+                updated += (means[2 * half + byte] * shrink + added,)  # type: ignore[assignment]
+        means = updated
+        places = ahead
 
-    store_part(
-        part_mean,
-        part_top,
-        part_total,
-        part_seen,
-        line * parts + part,
-        real,
-        channel_of(tl.arange(0, VALUE_WIDTH), VALUE_DIM, VALUE_NIBBLES),
-        mean,
-        highest,
-        total,
-        seen,
-        VALUE_DIM,
-        VALUE_WIDTH,
-    )
+    columns = tl.arange(0, VALUE.width)
+    for place in tl.static_range(2 * VALUE_HALVES):
+        channels, lines = channels_of(columns, place // 2, place % 2, VALUE)
+        of_line = tl.arange(0, VALUE.lines)[:, None] == lines[None, :]
+        mean = tl.reshape(means[place], (VALUE.lines, SHARE_WIDTH, VALUE.width))
+        tl.store(
+            part_mean + (line * parts + part)[:, None] * VALUE.dim + channels[None, :],
+            tl.sum(tl.where(of_line[:, None, :], mean, 0.0), 0),
+            mask=real[:, None] & (columns < VALUE.words)[None, :],
+        )
+    line = line * parts + part
+    tl.store(part_top + line, highest, mask=real)
+    tl.store(part_total + line, total, mask=real)
+    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 def attend_codes(
@@ -282,7 +346,6 @@ def attend_codes(
         weights, (batch, heads, slots) float32, 0 in rows of padding; None if they are not asked
         for.
     """
-    of_keys, of_values = forms
     query = dense(query[:, :, 0])
     codes = [dense(tensor) for tensor in (key_codes, key_scales, value_codes, value_scales)]
     batch, heads, head_dim = query.shape
@@ -290,6 +353,15 @@ def attend_codes(
     share = heads // key_heads
     parts = allocate_parts(query, slots, value_dim)
     stored = query if positions is None else dense(positions)
+    layouts = [
+        lay_out(forms[0], head_dim, codes[0], codes[1], query),
+        lay_out(forms[1], value_dim, codes[2], codes[3], query),
+    ]
+    members = max(triton.next_power_of_2(share), _ROWS // max(each.lines for each in layouts))
+    layouts = [each._replace(lines=max(each.lines, _ROWS // members)) for each in layouts]
+    rows = members * layouts[1].lines
+    if rows < 64:  # warps that share rows, fewer than they need, would all decode all codes
+        layouts[1] = layouts[1]._replace(width=max(layouts[1].width, 2 * rows))
     with torch.cuda.device_of(query):
         attend_codes_part_kernel[(batch * key_heads, parts.count)](
             query,
@@ -308,21 +380,12 @@ def attend_codes(
             parts.split,
             scale,
             softcap or 1.0,
-            DIM=head_dim,
-            DIM_WIDTH=width(head_dim),
-            VALUE_DIM=value_dim,
-            VALUE_WIDTH=width(value_dim),
-            SHARE_WIDTH=width(share),
-            KEYS=tile_edge(query, parts.mean, rows=width(share)),
+            KEY=layouts[0],
+            VALUE=layouts[1],
+            SHARE_WIDTH=members,
+            KEYS=tile_edge(query, parts.mean, rows=members * max(each.lines for each in layouts)),
             CAPPED=softcap is not None,
             MASKED=positions is not None,
-            KEY_FP8=of_keys == "fp8",
-            KEY_NIBBLES=of_keys == "int4",
-            KEY_SHIFT=FP8_SHIFT if of_keys == "fp8" else 1.0,
-            VALUE_FP8=of_values == "fp8",
-            VALUE_NIBBLES=of_values == "int4",
-            VALUE_SHIFT=FP8_SHIFT if of_values == "fp8" else 1.0,
-            GROUP=GROUP,
         )
     return join_parts(
         parts, query.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights

@@ -24,6 +24,7 @@ class Family(str, Enum):
     __str__ = str.__str__
 
     ROWS = "attention of a block"
+    CAUSAL = "attention of a whole prompt"
     SLOTS = "attention of a decoded token"
     INT8 = "attention of a decoded token to int8 slots"
     FP8 = "attention of a decoded token to fp8 slots"
@@ -163,6 +164,18 @@ def _check_rows(draw: _Draw) -> Iterator[tuple[str, Pair]]:
         yield from ((name, (sums[name], plain[name])) for name in COLUMNS)
 
 
+def _check_causal(draw: _Draw) -> Iterator[tuple[str, Pair]]:
+    from kvtool.kernels.attend_causal import attend_causal
+
+    query = draw.normal(_ROWS, _HEADS * draw.kind.group, _KEPT, draw.kind.head_dim)
+    given, scale = (query, *draw.pairs(_KEPT)), draw.kind.head_dim**-0.5
+    order = torch.arange(_KEPT)
+    places = order.expand(_ROWS, -1), order.expand(_ROWS, 1, -1)
+    found = attend_causal(*map(draw.shown, given), scale=scale)
+    expected = reference.attend_rows(*given, *places, scale=scale)
+    yield from zip(("output", "lse"), zip(found, expected[:2], strict=True), strict=True)
+
+
 def _ragged(draw: _Draw) -> Pair:
     """Draw positions of new tokens behind some padding, and of slots, some of them empty."""
     padding = torch.arange(_ROWS)[:, None] * 9
@@ -244,6 +257,7 @@ def _check_products(draw: _Draw) -> Iterator[tuple[str, Pair]]:
 
 _CHECKS = {
     Family.ROWS: _check_rows,
+    Family.CAUSAL: _check_causal,
     Family.SLOTS: _check_slots,
     **dict.fromkeys(CODES.values(), _check_codes),
     Family.PAGES: _check_pages,

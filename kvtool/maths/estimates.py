@@ -64,11 +64,16 @@ def take_rows(table: Tensor, rows: Tensor) -> Tensor:
 def put_column(table: Tensor, column: Tensor, at: Tensor) -> None:
     """Write a column of each sequence's table, in place; a compiler copies no table for it.
 
+    One for all sequences is one operator.
+
     Args:
         table: (batch, kv_heads, rows, columns).
         column: (batch, kv_heads, rows).
         at: (batch or 1, 1, 1) int64, which column.
     """
+    if len(at) == 1:
+        table.index_copy_(3, at.flatten(), column[..., None])
+        return
     entry, head, row = (torch.arange(n, device=table.device) for n in column.shape)
     table.index_put_((entry[:, None, None], head[:, None], row, at), column)
 
@@ -112,20 +117,23 @@ def widen_page(bounds: Tensor, key: Tensor, at: int, page: int) -> None:
         lower.copy_(torch.minimum(lower, key))
 
 
-def widen_pages(bounds: Tensor, key: Tensor, at: Tensor, page: Tensor) -> None:
+def widen_pages(bounds: Tensor, key: Tensor, column: Tensor, first: Tensor) -> None:
     """Let a token of each sequence join its page, in place; their lengths and pages differ.
 
     Args:
         bounds: as of `page_bounds`, with a column for the page of each sequence.
         key: (batch, kv_heads, head_dim).
-        at: (batch, 1, 1) int64, the number of each sequence's token.
-        page: (batch, 1, 1) int64, tokens of a page.
+        column: (batch or 1, 1, 1) int64, the number of each page.
+        first: bool (batch or 1, 1, 1), whether the token is the page's first.
     """
-    column = (at // page)[..., None].expand(*bounds.shape[:3], 1)
-    upper, lower = bounds.gather(3, column)[..., 0].chunk(2, -1)
-    bound = torch.cat([torch.maximum(upper, key), torch.minimum(lower, key)], -1)
-    bound = torch.where(at % page == 0, torch.cat([key, key], -1), bound)
-    put_column(bounds, bound, at // page)
+    if len(column) == 1:
+        found = bounds.index_select(3, column.flatten())
+    else:
+        found = bounds.gather(3, column[..., None].expand(*bounds.shape[:3], 1))
+    upper, lower = found[..., 0].chunk(2, -1)
+    wider = torch.stack([torch.maximum(upper, key), torch.minimum(lower, key)], 2)
+    wider = torch.where(first[..., None], key[:, :, None], wider)
+    put_column(bounds, wider.flatten(2), column)
 
 
 def pages_of(tokens: int, page: int) -> int:

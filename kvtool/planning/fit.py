@@ -25,7 +25,7 @@ from kvtool.planning.search import largest_that_fits
 from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.sizes import DEFAULT_TOKENS, LONG_PROMPT, Budget, bytes_in_words
+from kvtool.sizes import DEFAULT_TOKENS, LONG_PROMPT, Budget, bytes_in_words, spell_prefill
 
 PREFILLS: tuple[Prefill, ...] = ("block", "full")
 
@@ -114,7 +114,8 @@ class Run:
         weights: bytes of the weights by how they are stored: None as they are, or in fewer bits.
             What is not known is left out.
         memory: bytes of the machine's memory; None: not known.
-        device: `cpu` counts what a policy sets aside in host memory, too.
+        device: `cpu` counts what a policy sets aside in host memory, too, and the device gives the
+            tokens of a block; "": not known.
         bits: in which the linear layers' weights are stored.
         size: bytes that the cache may take; None: what the memory leaves.
     """
@@ -163,7 +164,8 @@ class Run:
             prefill: `full` or `block`.
         """
         budget = None if tokens is None or not policy.takes_budget else Budget(tokens=tokens)
-        return replace(self, variant=Variant(policy, budget, prefill))
+        named = spell_prefill(prefill, device=self.device)
+        return replace(self, variant=Variant(policy, budget, named))
 
     def forecast(self, policy: Policy, tokens: int) -> Forecast:
         """Forecast what a policy holds and reads with a budget in every layer."""
@@ -240,8 +242,8 @@ class Run:
 def remedies(run: Run) -> list[tuple[str, Needs]]:
     """Find what would make a run fit: the fewest changes that do, and the largest budget.
 
-    Tried are weights and cache in fewer bits, and to read the prompt in blocks. Where keys have
-    biases, keys in 4 bits are named only if nothing else does.
+    Tried are weights and cache in fewer bits, and to read the prompt in blocks, small ones, too.
+    Where keys have biases, keys in 4 bits are named only if nothing else does.
 
     Returns:
         The flags of each, such as `--quantize 4bit`, and what the run then takes.
@@ -261,8 +263,10 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
             needs = changed.needs()
         except UsageError:
             continue
-        if needs.fits:
-            found.append((" ".join(flags), needs))
+        words = " ".join(flags)
+        larger = words.replace(spell_prefill("block"), "block")  # blocks, where small ones are
+        if needs.fits and (larger == words or larger not in dict(found)):
+            found.append((words, needs))
             fewest = effort((flags, changed))
     smaller = run.most_as_it_is_read()
     if smaller is not None:
@@ -275,7 +279,11 @@ def _changes(run: Run) -> Iterator[tuple[list[str], Run]]:
     variant = run.variant
     fewer = [each for each in BITS if run.bits is None and each in run.weights]
     codecs = _CODECS if variant.plan is None and variant.policy.codec is None else (None,)
-    prefills = ("full", "block") if variant.prefill == "full" else (variant.prefill,)
+    prefills = {variant.prefill: variant.prefill}  # by what is typed
+    if variant.prefill == "full":
+        prefills["block"] = spell_prefill("block", device=run.device)
+        if prefills["block"] != spell_prefill("block"):  # where blocks are large
+            prefills[spell_prefill("block")] = spell_prefill("block")
     for bits, codec, prefill in product((run.bits, *fewer), codecs, prefills):
         policy = variant.policy
         flags = [] if bits == run.bits else [f"--quantize {bits}"]
@@ -285,9 +293,9 @@ def _changes(run: Run) -> Iterator[tuple[list[str], Run]]:
             except UsageError:
                 continue
             flags.append(f"-p {shlex.quote(str(policy))}")
-        flags += [] if prefill == variant.prefill else ["--prefill block"]
+        flags += [] if prefill == variant.prefill else [f"--prefill {prefill}"]
         if flags:
-            changed = replace(variant, policy=policy, prefill=prefill)
+            changed = replace(variant, policy=policy, prefill=prefills[prefill])
             yield flags, replace(run, variant=changed, bits=bits)
 
 

@@ -71,10 +71,12 @@ class QueryCosine:
         return {"query_cosine": {layer: self._mean(layer) for layer in self._sums}}
 
     def _mean(self, layer: int) -> Tensor:
-        prompt, tail = self._tail[layer][0], torch.cat(self._tail[layer], 1)
-        decoded = lag_sums(tail, self._lags) - lag_sums(prompt, self._lags)
-        pairs = self._length[layer] - torch.arange(1, self._lags + 1, device=tail.device)
-        return (self._sums[layer] + decoded) / pairs
+        prompt, *decoded = self._tail[layer]
+        sums = self._sums[layer]
+        if decoded:
+            tail = torch.cat(self._tail[layer], 1)
+            sums = sums + (lag_sums(tail, self._lags) - lag_sums(prompt, self._lags))
+        return sums / (self._length[layer] - torch.arange(1, self._lags + 1, device=sums.device))
 
 
 DEFAULT = (0.7, 0.85)

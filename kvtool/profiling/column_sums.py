@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from kvtool.cache.steps.attend_triton import can_run
+from kvtool.kernels.checks import Family
 from kvtool.maths.statistics import add_causal_columns
 from kvtool.profiling.seen import Seen
 
@@ -43,9 +45,10 @@ def column_entropy(sums: Tensor) -> Tensor:
     Returns:
         (...).
     """
-    shares = sums.double() / sums.double().sum(-1, keepdim=True)
-    entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    return entropy / math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(entropy)
+    sums = sums.double()
+    shares = sums / sums.sum(-1, keepdim=True)
+    terms = torch.special.xlogy(shares, shares).sum(-1)
+    return terms / -math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(terms)
 
 
 def column_sums(seen: Seen) -> Tensor:
@@ -58,6 +61,8 @@ def column_sums(seen: Seen) -> Tensor:
     kv_heads = seen.key.shape[0]
     group = heads // kv_heads
     sums = torch.zeros(kv_heads, group, n, dtype=torch.float32, device=seen.query.device)
+    if seen.lse is not None and can_run(seen.call, Family.ROWS, seen.step.layer.window):
+        return _sums_by_kernel(seen, seen.lse)
     if seen.lse is not None:
         query, lse = (each.unflatten(0, (kv_heads, group)) for each in (seen.query, seen.lse))
         add_causal_columns({}, sums, query, seen.key, lse, scale=seen.call.scale)
@@ -71,6 +76,21 @@ def column_sums(seen: Seen) -> Tensor:
     return sums.flatten(0, 1)
 
 
+def _sums_by_kernel(seen: Seen, lse: Tensor) -> Tensor:
+    """Compute the same in one pass of a kernel, from the log-sum-exp of all rows."""
+    from kvtool.kernels import column_sums as kernel
+
+    sums, order = torch.zeros_like(lse), torch.arange(lse.shape[1], device=lse.device)
+    kernel.column_sums(
+        *(seen.query[None], seen.key[None], order[None], order[None, None]),
+        *(lse[None], None, {"attention_sum": sums[None]}),
+        scale=seen.call.scale,
+        window=seen.step.layer.window,
+        softcap=seen.call.softcap,
+    )
+    return sums
+
+
 class Density:
     """Variance and entropy of the column sums of every layer's prompt, per query head."""
 
@@ -81,7 +101,7 @@ class Density:
         """Sum the attention of a prompt; decoded tokens do not count."""
         if seen.decoding:
             return
-        sums = column_sums(seen)
+        sums = column_sums(seen).double()
         self._found["f_variance"][seen.layer] = f_variance(sums)
         self._found["entropy"][seen.layer] = column_entropy(sums)
 

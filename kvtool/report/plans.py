@@ -266,7 +266,7 @@ def _lost(loss: float | None) -> str:
 def _peaks(plan: PlanDocument, shown: Sequence[Way]) -> str:
     included = "the weights" if plan.device is not None else "the cache, without weights"
     ways = {way.prefill for way in shown}
-    read = "in blocks (--prefill block)" if "block" in ways else "at once"
+    read = "in blocks" if "block" in ways else "at once"
     most = max((way.peak.full for way in shown), default=0)
     at_once = f"; at once up to {formats.size(most)}" if "block" in ways else ""
     return f"Peak: {included} and what reading the prompt takes {read}, estimated{at_once}."

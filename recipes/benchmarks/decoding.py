@@ -7,13 +7,18 @@ what a step costs does not depend on them. It is attended by
 - `unmasked`: sdpa over all slots as if none were free, which repeats nothing and leaves torch its
   flash kernel; what a full cache costs whose size is just right;
 - `flash_attention_2`, of the package flash-attn, likewise.
+
+Its step is as fast as it can be made: products of one row are compiled with coordinate descent, and
+on a GPU a CUDA graph holds the whole step, the choice of the next token included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 
 import torch
@@ -22,9 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 import kvtool
+from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding, CompileReport
 from kvtool.generation.feeding import wait
+from kvtool.generation.graphs import Recording, StaticDecoding, StepsReport, recorder
 from recipes.benchmarks.models import with_weights_of
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -71,46 +77,94 @@ def with_own_code(function: FunctionType) -> FunctionType:
     return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
+def recorded(call: Callable[[], object], recording: Recording) -> Callable[[], None]:
+    """Record a call that has run before, and return what replays it."""
+    recording.record(call, ())
+
+    def replay(kept: Callable[[], object] = call) -> None:  # whose tensors the recording uses
+        recording.replay()
+
+    return replay
+
+
 class FullCacheSteps:
-    """Compiled steps over a full cache, filled so far that the steps to come just fit."""
+    """Steps over a full cache, filled so far that the steps to come just fit.
+
+    Args:
+        backend: of torch.compile; None: nothing is compiled.
+        tuned: products of one row are compiled by coordinate descent.
+        graphs: on a GPU, the step is a CUDA graph from the third call on.
+
+    Attributes:
+        captured: whether it is one; what cannot be recorded runs as it is.
+    """
 
     def __init__(
-        self, model: PreTrainedModel, length: int, room: int, backend: str, batch: int = 1
+        self,
+        model: PreTrainedModel,
+        length: int,
+        room: int,
+        backend: str | None,
+        batch: int = 1,
+        *,
+        tuned: bool = True,
+        graphs: bool = True,
     ) -> None:
-        config = model.config
-        self._device, self._seen, self._batch = model.device, length - room, batch
-        self._cache = StaticCache(config=config, max_cache_len=length)
-        self._cache.early_initialization(
-            batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device
+        config, device = model.config, model.device
+        cache = StaticCache(config=config, max_cache_len=length)
+        cache.early_initialization(
+            batch, config.num_key_value_heads, config.head_dim, model.dtype, device
         )
-        for layer in self._cache.layers:
+        for layer in cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
-            layer.cumulative_length.fill_(self._seen)
+            layer.cumulative_length.fill_(length - room)
+        self.token = torch.full((batch, 1), 7, device=device)
+        self.positions = torch.full((batch, 1), length - room, device=device)
+        self.cache, self._calls, self.captured = cache, 0, False
+        self._record = recorder(model) if graphs else None
 
-        def forward(token: torch.Tensor, positions: torch.Tensor):
-            return model(input_ids=token, position_ids=positions, past_key_values=self._cache)
+        def step(token: torch.Tensor, positions: torch.Tensor) -> None:
+            out = model(input_ids=token, position_ids=positions, past_key_values=cache)
+            token.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
+            positions.add_(1)
 
-        graphs = backend == "inductor" and self._device.type == "cuda"
-        self._forward = torch.compile(
-            with_own_code(forward),
-            fullgraph=True,
-            dynamic=False,  # or a second length would get slower code for any length
-            backend=backend,
-            mode="reduce-overhead" if graphs else None,
-        )
+        if backend is not None:
+            step = torch.compile(
+                with_own_code(step),
+                fullgraph=True,
+                dynamic=False,  # or a second length would get slower code for any length
+                backend=backend,
+                options={"coordinate_descent_tuning": tuned} if backend == "inductor" else None,
+            )
+        self._step: Callable[[], object] = partial(step, self.token, self.positions)
 
     @torch.no_grad()
     def __call__(self) -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        positions = torch.full((self._batch, 1), self._seen, device=self._device)
-        token = torch.full((self._batch, 1), 7, device=self._device)
-        self._forward(token, positions)
-        self._seen += 1
+        self._calls += 1
+        if self._calls == 3 and self._record is not None:
+            with contextlib.suppress(RuntimeError):
+                self._step, self.captured = recorded(self._step, self._record()), True
+        self._step()
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""
-        return sum(t.nbytes for layer in self._cache.layers for t in (layer.keys, layer.values))
+        return sum(t.nbytes for layer in self.cache.layers for t in (layer.keys, layer.values))
+
+
+def prompted(model: PreTrainedModel, policy: str, budget: int, rows: int) -> KVCache:
+    """Fill a cache by a random prompt of twice its budget."""
+    ids = torch.randint(0, model.config.vocab_size, (rows, 2 * budget), device=model.device)
+    cache = kvtool.build_cache(model, policy, budget)
+    prefill(model, cache, ids)
+    return cache
+
+
+def steps_of(model: PreTrainedModel, room: int, how: str, backend: str) -> StaticDecoding:
+    """Return kvtool's steps, so many to come: eager, captured or compiled."""
+    return StaticDecoding(
+        model, room, compiled=how == "compiled", graphs=how != "eager", backend=backend
+    )
 
 
 class PolicySteps:
@@ -121,27 +175,15 @@ class PolicySteps:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        policy: str,
-        budget: int,
-        room: int,
-        backend: str,
-        batch: int = 1,
+        self, model: PreTrainedModel, policy: str, budget: int, room: int, backend: str
     ) -> None:
         self._model, self._policy, self._budget = model, policy, budget
-        self._token = torch.full((batch,), 7, device=model.device)
-        shape = batch, 2 * budget
-        self._ids = torch.randint(0, model.config.vocab_size, shape, device=model.device)
-        self._compiled = CompiledDecoding(model, room, backend=backend)
+        self._token = torch.full((1,), 7, device=model.device)
+        self._compiled = steps_of(model, room, "compiled", backend)
 
     def refill(self) -> None:
         """Begin again after the prompt."""
-        self._caches = [
-            kvtool.build_cache(self._model, self._policy, self._budget) for _ in range(2)
-        ]
-        for cache in self._caches:
-            prefill(self._model, cache, self._ids)
+        self._caches = [prompted(self._model, self._policy, self._budget, 1) for _ in range(2)]
 
     def eager(self) -> None:
         decode_step(self._model, self._caches[0], self._token)
@@ -149,7 +191,7 @@ class PolicySteps:
     def compiled(self) -> None:
         self._compiled(self._model, self._caches[1], self._token)
 
-    def report(self) -> CompileReport:
+    def report(self) -> StepsReport:
         """What was compiled so far."""
         return self._compiled.report()
 

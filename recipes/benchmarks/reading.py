@@ -28,7 +28,7 @@ from kvtool.cache.features.sparse_index import SparseIndex
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.sizing import LayerBudget
 from kvtool.generation import decode_step
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from recipes.benchmarks.models import build_models
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace, note) -> list[Line]:
         decode = decode_step
         if args.compile:
             torch._dynamo.reset()
-            decode = CompiledDecoding(ours, args.steps + WARM, backend=args.compile)
+            decode = StaticDecoding(ours, args.steps + WARM, backend=args.compile, compiled=True)
         our_step = lambda: decode(ours, cache, token)  # noqa: B023, E731
         mine, theirs = time_steps([our_step, base_step], args.steps, WARM)
         report = cache.report()

@@ -12,12 +12,14 @@ from kvtool.cache.steps.call import StepContext
 from kvtool.generation import decode_step, prefill
 from kvtool.kernels import trust
 from kvtool.kernels.checks import Family
+from tests.kernels import torch_kernels
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.tiers import first, first_rows
 
 pytest.importorskip("triton")
 
+from kvtool.kernels import attend_causal
 
 LENGTH, BUDGET, NEW = 21, 16, 2
 
@@ -182,6 +184,59 @@ def test_blocks_that_need_a_mask_run_in_kernels(monkeypatch, family, padding, mo
     changes["num_attention_heads"] = 4
     compare(monkeypatch, peaky_model(family, **changes), "streaming", mode, ids, mask)
     assert len(causal) == fused
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("policy", ["roco", "h2o+ada", "scissorhands"])
+def test_whole_prompts_in_halves_are_attended_by_torchs_own_kernel(monkeypatch, policy):
+    """The columns are those that the log-sum-exp of kvtool's kernel gives."""
+    model, ids = small_model(num_hidden_layers=1).to(DEVICE, torch.bfloat16), random_ids(LENGTH)
+    attended, refused = [], {Family.CAUSAL}
+    if DEVICE == "cpu":
+        torch_kernels.put_in_place(monkeypatch)
+    own = attend_causal.attend_causal
+    monkeypatch.setattr(
+        attend_causal, "attend_causal", lambda *a, **kw: attended.append(1) or own(*a, **kw)
+    )
+    monkeypatch.setattr(trust, "usable", lambda family, *_, **__: family not in refused)
+    found = []
+    for _ in range(2):
+        kvtool.attach(model)
+        cache = kvtool.build_cache(model, policy, BUDGET)
+        prefill(model, cache, ids.to(DEVICE))
+        found.append((flat(cache.kept_positions(0)), numbers(cache)))
+        refused.clear()
+    assert len(attended) == 1
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
+
+
+def numbers(cache) -> list[torch.Tensor]:
+    (layer,) = cache.slot_layers
+    buffers = [layer.slots] if layer.ragged is None else [b.slots for b in layer.ragged.buckets]
+    return [number[..., : each.used] for each in buffers for number in each.state.values()]
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "padding"),
+    [("llama", "full", 9), ("llama", "block:16", 0), ("gemma2", "full", 0), ("gpt_oss", "full", 0)],
+)
+def test_what_needs_more_than_a_causal_mask_stays_with_kvtools_kernels(
+    monkeypatch, family, mode, padding
+):
+    """In blocks, the first is a whole prompt of its own."""
+    model = family_model(family).to(DEVICE, torch.bfloat16)
+    model.config._attn_implementation = model.config._attn_implementation.replace("eager", "sdpa")
+    ids, attended = random_ids(LENGTH, batch=2).to(DEVICE), []
+    mask = torch.ones_like(ids)
+    mask[1, :padding] = 0
+    torch_kernels.put_in_place(
+        monkeypatch, lambda kernel: lambda *a, **kw: attended.append(1) or kernel(*a, **kw)
+    )
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: True)
+    cache = kvtool.build_cache(kvtool.attach(model), "h2o", 12, prefill=mode)
+    prefill(model, cache, ids, attention_mask=mask if padding else None)
+    assert len(attended) == (len(cache.slot_layers) if mode != "full" else 0)
 
 
 def test_flash_attention_keeps_its_blocks():

@@ -12,7 +12,7 @@ import kvtool
 from kvtool import KvtoolError, PolicyError
 from kvtool.cache.whole.replay import replay
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.generation.shared_prefill import can_share
 from kvtool.policies.parts import Score
 from kvtool.policies.policy import Policy, compose
@@ -136,7 +136,7 @@ def test_compiled_steps_are_the_eager_ones():
     caches = [kvtool.build_cache(model, Policy(Sum()), 20) for _ in range(2)]
     for cache in caches:
         prefill(model, cache, ids)
-    step = CompiledDecoding(model, 12, backend="eager")
+    step = StaticDecoding(model, 12, backend="eager", compiled=True)
     for token in range(5, 9):
         logits = step(model, caches[0], torch.tensor([token]))
         torch.testing.assert_close(logits, decode_step(model, caches[1], torch.tensor([token])))

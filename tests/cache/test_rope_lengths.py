@@ -15,8 +15,8 @@ from kvtool.cache.whole.batching import append_entries, keep_entries
 from kvtool.cache.whole.settings import LengthRope, RopeLengths
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import compress, decode_step, follow, prefill, token_logprobs
-from kvtool.generation.compiled import CompiledDecoding
 from kvtool.generation.fidelity import compare_with_full
+from kvtool.generation.graphs import StaticDecoding
 from tests.cache.long_ropes import (
     MODELS,
     TRAINED,
@@ -495,7 +495,7 @@ def test_compiled_steps_keep_the_factors(name):
     twin.expect_length(80)
     for each in (cache, twin):
         prefill(model, each, ids[:, :50])
-    step = CompiledDecoding(model, 30, backend="eager")
+    step = StaticDecoding(model, 30, backend="eager", compiled=True)
     for token in ids[0, 50:]:
         found = step(model, cache, token.view(1))
         torch.testing.assert_close(found, decode_step(model, twin, token.view(1)), **close)

@@ -10,7 +10,7 @@ import kvtool
 from kvtool.cache.hooks import attention
 from kvtool.cache.whole import cache as caches
 from kvtool.generation import compress, decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 TORN = "the last forward over this cache was interrupted"
@@ -158,7 +158,7 @@ def test_a_compiled_step_that_broke_off(monkeypatch):
     prefill(model, cache, random_ids(50))
     for token in (3, 4):
         decode_step(model, cache, torch.tensor([token]))
-    step = CompiledDecoding(model, 8, backend="eager")
+    step = StaticDecoding(model, 8, backend="eager", compiled=True)
     step(model, cache, torch.tensor([2]))
     assert not cache.changing
 

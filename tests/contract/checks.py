@@ -37,9 +37,10 @@ from kvtool.calls.policy_checks import (
 )
 from kvtool.calls.policy_checks import CHECKS as CLAUSES
 from kvtool.cli.main import main
-from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation import decode_step, graphs, prefill
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.maths.quantise import RandomRotation
+from tests import tape
 from tests.contract.cases import Case
 from tests.models_for_tests import any_cache, instructed, peaky_model, random_ids
 
@@ -394,7 +395,7 @@ def compiled_steps_are_the_eager_ones(case: Case) -> None:
     eager, compiled = (kvtool.build_cache(model, case.text, case.budget) for _ in range(2))
     for cache in (eager, compiled):
         prefill(model, instructed(cache), ids, mask)
-    step = CompiledDecoding(model, NEW, backend="eager", required=False)
+    step = StaticDecoding(model, NEW, backend="eager", required=False, compiled=True)
     for token in random_ids(NEW, seed=9, batch=3).T:
         found, expected = step(model, compiled, token), decode_step(model, eager, token)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -403,3 +404,28 @@ def compiled_steps_are_the_eager_ones(case: Case) -> None:
     report = step.report()
     assert report.compiled_steps + report.eager_steps == NEW
     assert report.graphs <= 1
+
+
+ASKING = ("sirllm", "calidrop")  # the host, in every step
+WHOLE_ROWS = ("exact-topk", "quest", "sparq", "loki", "hsa", "rocketkv", "rocketkv-mt")
+
+
+@check
+def replayed_steps_are_the_eager_ones(case: Case) -> None:
+    """One recording serves them between two cuts, but of policies that ask the host."""
+    model = attached()
+    ids, mask, _ = padded()
+    if any(name in case.text for name in WHOLE_ROWS):  # others have rows of other lengths
+        mask = torch.ones_like(mask)
+    eager, static = new_cache(case), new_cache(case)
+    for cache in (eager, static):
+        prefill(model, instructed(cache), ids, mask)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "recorder", tape.recorder())
+        step = StaticDecoding(model, NEW)
+    for token in random_ids(NEW, seed=9, batch=3).T:
+        found, expected = step(model, static, token), decode_step(model, eager, token)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    same_slots(static, eager)
+    replayed = step.report().replayed_steps
+    assert (replayed == 0) == any(name in case.text for name in ASKING)

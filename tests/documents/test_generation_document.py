@@ -45,6 +45,7 @@ def test_keys_are_those_of_the_contract():
     ]
     assert (data["kind"], data["schema_version"]) == ("generation", 1)
     assert document(budget=None).to_data()["budget"] is None
+    assert document(prefill="block:2048").to_data()["prefill"] == "block:2048"
 
 
 def test_fidelity_is_there_when_measured():

@@ -136,10 +136,11 @@ def test_a_plan_is_a_path_or_a_plan():
 
 PREFILLS = {
     "full": "full",
-    "block": "block:128",
+    "block": "block",  # whose size the device gives
+    " BLOCK ": "block",
     "block:1K": "block:1024",
     "{mode: full}": "full",
-    "{mode: block}": "block:128",
+    "{mode: block}": "block",
     "{mode: block, block: 1K}": "block:1024",
 }
 POLICIES = {

@@ -5,11 +5,14 @@ import functools
 
 import pytest
 import torch
+from transformers import LogitsProcessorList
 
 import kvtool
 from kvtool.generation import compress, generate, prefill, token_logprobs
 from kvtool.generation.broken_numbers import BrokenNumbers, broken_entries
-from kvtool.generation.decoding import decode_loop
+from kvtool.generation.decoding import Drawing, decode_loop
+from kvtool.generation.graphs import StaticDecoding
+from kvtool.generation.model_settings import Prepared
 from kvtool.models.load import load
 from tests.models_for_tests import peaky_model, random_ids
 
@@ -133,23 +136,14 @@ def test_of_a_batch_the_broken_row_alone_ends_it_and_a_row_that_has_ended_does_n
     broken[0] = NAN
     ids = random_ids(4, batch=2)
 
-    def step_of(later):
-        return lambda *_: later
-
     def stops(text, _):
         return ended if text.shape[1] < 7 else torch.tensor([True, True])
 
     def loop(first, later):
-        return decode_loop(
-            model,
-            ids,
-            lambda text, scores: scores,
-            stops,
-            Said,
-            next_logits=first,
-            kv_cache=None,
-            step=step_of(later),
-        )
+        steps = StaticDecoding(model, 8)
+        steps.feed = lambda *_: later
+        drawing = Drawing(ids, Prepared(LogitsProcessorList(), [stops], Said))
+        return decode_loop(model, None, drawing, first, steps)[0]
 
     assert loop(good, broken)[:, 4:].tolist() == [[5, 0, 0], [6, 6, 6]]
     with pytest.raises(BrokenNumbers, match="not finite under this policy"):

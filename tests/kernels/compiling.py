@@ -10,6 +10,7 @@ python -m tests.kernels.compiling 80 bf16 wide long
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ from kvtool.maths.quantise import GROUP
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """KiB that a program may take, by capability."""
+
+THREADS = 128  # of a program, by default
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -154,8 +157,22 @@ def decode_tokens(case, query, key, value, positions, sums, sinks) -> None:
         )
 
 
+def loads_of_codes(ptx: str, *, KEY, VALUE, KEYS: int, **_) -> dict[str, object]:
+    """Count 16-byte loads of a thread, and how many there are if all codes are loaded so.
+
+    A loop loads tiles of keys and of values in three places: two ahead of it, and one inside.
+    """
+    words = [KEYS * layout.width for layout in (KEY, VALUE)]
+    return {
+        "dims": (KEY.dim, VALUE.dim),
+        "wide": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx)),
+        "all": 3 * sum(max(1, count // (8 * THREADS)) for count in words),
+    }
+
+
 def main(arch: str, dtype: str, *cases: str) -> None:
     found: dict[str, int] = {}
+    loads: list[dict[str, object]] = []
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -165,13 +182,15 @@ def main(arch: str, dtype: str, *cases: str) -> None:
         assert max(*grid[1:], 0, 0) < 2**16
         name = self.fn.__name__
         found[name] = max(found.get(name, 0), compiled.metadata.shared)
+        if name == "attend_codes_part_kernel":
+            loads.append(loads_of_codes(compiled.asm["ptx"], **kwargs))
 
     tiles.shared_memory = lambda device: SHARED[int(arch)] * 1024
     JITFunction.run = compile_only
     driver.set_active(NoDevice(int(arch)))
     for case in cases:
         call_kernels(CASES[case], DTYPES[dtype])
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps({"shared": found, "loads": loads}))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import torch
 from kvtool.kernels import checks, reference, tables, trust
 from kvtool.kernels.checks import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
+from tests.kernels import torch_kernels
 from tests.kernels.drawn import DEVICE
 
 pytest.importorskip("triton")
 
 from kvtool.kernels import (
+    attend_causal,
     attend_codes,
     attend_rows,
     attend_slots,
@@ -23,9 +25,10 @@ from kvtool.kernels import (
 
 MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (attend_codes, attend_rows, attend_slots, column_sums)
+    for module in (attend_causal, attend_codes, attend_rows, attend_slots, column_sums)
 } | {"page_scores": read_tables, "row_product": read_tables}
 FAMILIES = {
+    "attend_causal": Family.CAUSAL,
     "attend_rows": Family.ROWS,
     "column_sums": Family.ROWS,
     "attend_slots": Family.SLOTS,
@@ -37,8 +40,9 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def small_problems(monkeypatch):
-    """The interpreter is slow."""
+    """The interpreter is slow, and a CPU has none of torch's kernels for a GPU."""
     if DEVICE == "cpu":
+        torch_kernels.put_in_place(monkeypatch)
         monkeypatch.setattr(checks, "_KEPT", 70)
         monkeypatch.setattr(checks, "_NEW", 20)
         monkeypatch.setattr(checks, "_STORED", 200)
@@ -54,12 +58,13 @@ def kind(family: Family, dtype=torch.float32, options: bool = False) -> Kind:
     return Kind(family, torch.device(DEVICE), dtype, *dims, 2, *3 * [options])
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [
         (Family.ROWS, torch.float32, True),
         (Family.ROWS, torch.bfloat16, False),
+        (Family.CAUSAL, torch.bfloat16, False),
         (Family.PAGES, torch.bfloat16, False),
         (Family.PRODUCTS, torch.float16, False),
         (Family.K8V4, torch.float32, False),
@@ -114,6 +119,10 @@ def one_slot_too_high(column):
     return change
 
 
+def other_logarithms(found, sums):
+    return found[0], found[1] / torch.tensor(2.0, device=DEVICE).log()
+
+
 def counts_double(found, sums):
     sums["above_average"] += 1
     return found
@@ -121,6 +130,7 @@ def counts_double(found, sums):
 
 WRONG = [
     ("attend_rows", later_queries_left_out),
+    ("attend_causal", other_logarithms),
     ("column_sums", counts_double),
     ("attend_slots", weights_in_empty_slots),
     ("attend_codes", one_slot_too_high(COLUMNS[0])),
@@ -132,7 +142,7 @@ WRONG = [
 ]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "change"), WRONG)
 def test_wrong_kernels_are_never_used_and_one_line_says_so(monkeypatch, caplog, name, change):
     spoil(monkeypatch, name, change)
@@ -140,7 +150,8 @@ def test_wrong_kernels_are_never_used_and_one_line_says_so(monkeypatch, caplog, 
         assert not trust.trusted(kind(FAMILIES[name]))
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "plain torch instead" in record.message
+    other = "Triton" if name == "attend_causal" else "plain torch"
+    assert f"{other} instead" in record.message
     assert "is off by" in record.message
     assert "\n" not in record.message
 

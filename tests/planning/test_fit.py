@@ -100,6 +100,27 @@ def test_where_keys_have_biases_4_bits_of_keys_are_the_last_remedy():
         assert [flags for flags, _ in found] == [f"-p full+{each}" for each in named]
 
 
+def test_large_blocks_of_a_device_leave_small_ones_as_a_remedy():
+    """Of 2048 tokens on CUDA, and of 128, of which fewer bytes live at a time."""
+    blocks = [
+        replace(run_of("h2o", "20%", prefill=f"block:{size}")).needs().working
+        for size in (128, 2048)
+    ]
+    assert blocks[0] < blocks[1]
+    found = {}
+    for peak, device in ((blocks[0], "cuda"), (blocks[1], "cuda:0"), (blocks[1], "cpu")):
+        run = replace(run_of("h2o", "20%", peak + WEIGHTS[None]), device=device)
+        flags = [each for each, _ in remedies(run)]
+        found[peak, device] = [each for each in flags if "--prefill" in each]
+        policy, size = run.variant.policy, 128 if device == "cpu" else 2048
+        assert run.peak(policy, 4000, "block") == run.peak(policy, 4000, f"block:{size}")
+    assert list(found.values()) == [
+        ["--prefill block:128"],
+        ["--prefill block"],
+        ["--prefill block"],
+    ]
+
+
 def test_nothing_fits_into_no_memory():
     run = run_of("h2o", "20%", GIB)
     assert remedies(run) == []

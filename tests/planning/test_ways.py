@@ -199,7 +199,7 @@ def test_a_memory_holds_weights_cache_and_what_reading_takes(llama):
     # a token more of an eviction would not fit
     keydiff = by_name(document)["keydiff"]
     text = Text(101376, 1024)
-    run = Run(_config(llama), "bfloat16", FULL_CACHE, text, {None: WEIGHTS}, 24 * GIB)
+    run = Run(_config(llama), "bfloat16", FULL_CACHE, text, {None: WEIGHTS}, 24 * GIB, device="")
     policy = parse_policy("keydiff")
     assert run.least_peak(policy, keydiff.tokens) <= 24 * GIB
     assert run.least_peak(policy, keydiff.tokens + 1) > 24 * GIB

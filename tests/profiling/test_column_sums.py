@@ -5,10 +5,15 @@ import torch
 
 import kvtool
 from kvtool.generation import prefill
+from kvtool.kernels import reference, trust
 from kvtool.maths.attention import attention_weights, visible_keys
+from kvtool.profiling import measure
 from kvtool.profiling.column_sums import Density, column_entropy, column_sums, f_variance
+from kvtool.profiling.request import DEFAULT, Plan
 from kvtool.profiling.seen import Seen, row_weights
+from tests.kernels import torch_kernels
 from tests.models_for_tests import family_model, peaky_model, random_ids
+from tests.pretend_device import DEVICE, Launches, as_kernel, pretended, put
 from tests.profiling.watching import full_attention, watch
 
 WORKED = torch.tensor([2.5, 0.7, 0.6, 0.2])  # column sums of four rows
@@ -138,6 +143,58 @@ def test_sums_from_the_kernels_log_sum_exp_are_those_of_weights(monkeypatch):
     for layer, texts in ours.items():
         for sums, weighed in zip(texts, plain[layer], strict=True):
             torch.testing.assert_close(sums, weighed, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("family", "fused"),
+    [("llama", True), ("gemma2", False), ("gpt_oss", False), ("deepseek_v3", True)],
+)
+def test_kernels_of_a_gpu_sum_what_weights_sum(monkeypatch, family, fused):
+    """Fused: torch's own kernel attends, or kvtool's under soft caps and sinks, with windows."""
+    pytest.importorskip("triton")
+    model, ids = family_model(family), random_ids(29, batch=2)
+    model.config._attn_implementation = model.config._attn_implementation.replace("eager", "sdpa")
+    plain, told_by = told(monkeypatch, kvtool.attach(model), ids)
+    assert not any(told_by)
+    attended = []
+    torch_kernels.put_in_place(monkeypatch, lambda kernel: noted(kernel, attended))
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: True)
+    ours, told_by = told(monkeypatch, model, ids)
+    assert all(told_by)
+    assert len(attended) == (len(ours) if fused else 0)
+    for layer, texts in ours.items():
+        for sums, weighed in zip(texts, plain[layer], strict=True):
+            torch.testing.assert_close(sums, weighed, atol=1e-4, rtol=1e-4)
+
+
+def noted(kernel, calls: list):
+    return lambda *args, **options: calls.append(1) or kernel(*args, **options)
+
+
+def profiled(monkeypatch, layers: int, n: int) -> Launches:
+    """What a GPU would launch for a profile of a text, its forward included."""
+    model = peaky_model("llama", num_hidden_layers=layers, head_dim=16).to(torch.bfloat16)
+    model, launches = kvtool.attach(put(model)), Launches()
+    torch_kernels.put_in_place(monkeypatch, lambda kernel: as_kernel(kernel, launches))
+    sums = as_kernel(reference.column_sums, launches)
+    monkeypatch.setattr("kvtool.kernels.column_sums.column_sums", sums)
+    monkeypatch.setattr(trust, "usable", lambda *_, **__: True)
+    with pretended():
+        ids = random_ids(n).to(DEVICE)
+        with launches:
+            measure.measure(model, [ids], Plan(tuple(DEFAULT), 0, None))
+    return launches
+
+
+def test_a_gpu_launches_few_operators_for_a_profile_however_long_the_text(monkeypatch):
+    """Fewer than 60 a layer are not the model's; attention and what is around it are among them."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(measure, "_read", torch.no_grad()(measure._read.__wrapped__))
+    two, four = (profiled(monkeypatch, layers, 300) for layers in (2, 4))
+    assert (four.own.total() - two.own.total()) / 2 <= 58
+    assert four.own["flash"] == four.own["column_sums"] == 4
+    assert profiled(monkeypatch, 2, 600).names == two.names
 
 
 def test_only_a_whole_prompt_is_told(monkeypatch):

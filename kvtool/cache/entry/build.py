@@ -59,11 +59,11 @@ def build_cache(
             for policies that keep everything. For readers (`quest` and its like, `rocketkv`) tokens
             and shares are not what is stored but what a decoded token reads, in pairs of key and
             value.
-        prefill: `full` runs a prompt at once, `block` or `block:M` in blocks of 128 or M tokens,
-            cutting after each. A policy that looks at the prompt to split the budget
-            (`+d2o-alloc`, `+ada`), or whose queries vote by its length (`pyramidinfer`), reads it
-            at once and cuts at its end. One that scores by the model's logits (`sirllm`) reads it
-            in blocks in any case.
+        prefill: `full` runs a prompt at once, `block:M` in blocks of M tokens, cutting after each;
+            `block` is 128 tokens, or 2048 on a CUDA device. A policy that looks at the prompt to
+            split the budget (`+d2o-alloc`, `+ada`), or whose queries vote by its length
+            (`pyramidinfer`), reads it at once and cuts at its end. One that scores by the model's
+            logits (`sirllm`) reads it in blocks in any case.
         plan: what `kvtool plan-budget` decided, or its file: budgets of the layers and RocketKV's
             stages, in place of `budget` and of the policy's own allocator.
         head_ranks: (attention layers, kv_heads) integers, 0 for the head that most needs the whole
@@ -119,7 +119,7 @@ def make_cache(
         request.for_prompt(1)  # refuses it
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    block = parse_prefill(prefill)
+    block = parse_prefill(prefill, device=str(model.device))
     check_blocks(policy, block)
     hooks.attach(model)
     split, layers, name = policy.head_split, attention_layers(config), policy.score.name

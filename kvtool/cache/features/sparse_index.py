@@ -35,7 +35,7 @@ from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
 from kvtool.policies.read.dry import step_bytes
-from kvtool.policies.read.rows import RowsView, drop_beyond, reads_together
+from kvtool.policies.read.rows import PerRow, RowsView, drop_beyond, reads_together
 from kvtool.policies.read.view import Choice, ReadView
 
 
@@ -107,37 +107,43 @@ class SparseIndex(AttendsTokens):
 
     def attend_token(self, layer: SlotLayer, call: Call) -> Tensor | None:
         self.heads = call.query.shape[1]
-        if layer.seen_device is not None and self.fixed is not None:
-            keys, values = layer.slots.keys, layer.slots.values
-            self.fixed.append(keys, values)
-            out, _, _ = _attend(self.fixed, call, keys, values)
-            return out
+        slots, fixed = layer.slots, self.fixed
+        if layer.seen_device is not None and fixed is not None:
+            assert slots.written is not None, "static steps write where a tensor says"
+            tokens = fixed.clock.tokens(layer.seen_device)
+            fixed.append(slots.keys, slots.values, slots.written, tokens)
+            return _attend(fixed, call, slots.keys, slots.values, tokens)[0]
         if self.entries is None:
             return None
         return sparse_decode(layer, self.entries, call)
 
     def allows_static(self, layer: SlotLayer) -> bool:
-        """Whether all rows are read alike, and not in full."""
-        if layer.padded or Trace.name in layer.parts or layer.slots.form.codec is not None:
+        """Whether all rows are read together, and not all in full."""
+        if Trace.name in layer.parts:
             return False
         together = self._together()
         return together is not None and _sparse(together) and reads_together(self.reader)
 
     @contextmanager
-    def static_step(self, layer: SlotLayer) -> Iterator[None]:
-        entries, fixed, capacity = self._together(), self.fixed, layer.slots.positions.shape[2]
+    def static_step(self, layer: SlotLayer, shared: dict[Any, Any]) -> Iterator[None]:
+        entries, fixed, slots = self._together(), self.fixed, layer.slots
         assert entries is not None, "a static step was not allowed"
+        capacity = slots.positions.shape[2]
         if fixed is None or fixed.of is not entries or fixed.capacity != capacity:
-            self.fixed = fixed = FixedEntries(entries, layer.slots.device, capacity)
-        fixed.begin()
+            fixed = FixedEntries(entries, layer.seen, capacity, slots.device, shared)
+            self.fixed = fixed
+        fixed.clock.begin()
         yield
-        fixed.of.count_token()
+        entries.count_token()
         layer.read(_pairs_read(layer, fixed, self.heads))
+        if isinstance(entries, PaddedEntries) and slots.reserved is None:
+            entries.settle()
+            slots.fill_to(entries.longest + 1)
+            slots.mark_for_reuse(entries.following(slots.kv_heads), static=False)
 
-    def _together(self) -> IndexedEntries | None:
-        """The entries of all rows, if these are read alike."""
-        first = self.entries[0] if self.entries else None
-        return first if isinstance(first, IndexedEntries) and len(self.entries or ()) == 1 else None
+    def _together(self) -> Entries | None:
+        """The entries of all rows, if these are read together."""
+        return self.entries[0] if self.entries is not None and len(self.entries) == 1 else None
 
     def stationary(self) -> list[Tensor]:
         return [] if self.fixed is None else self.fixed.stationary()
@@ -172,17 +178,19 @@ class SparseIndex(AttendsTokens):
         return tensor_bytes([*selected, *tables])
 
 
-def _sparse(entries: IndexedEntries) -> bool:
-    """Whether the next step chooses, by tables that are there."""
-    return entries.tables is not None and entries.tokens + 1 > entries.budget
+def _sparse(entries: Entries) -> bool:
+    """Whether the next step chooses for a row, by tables that are there."""
+    return entries.tables is not None and any(e.tokens >= e.budget for e in entries.lengths())
 
 
 def _pairs_read(layer: SlotLayer, entries: FixedEntries, heads: int) -> float:
     """Count the pairs that a static step has read of a row and KV head, empty slots included."""
-    keys, values = layer.slots.keys, layer.slots.values
+    keys, values, lengths = layer.slots.keys, layer.slots.values, entries.of.lengths()
     layer_sizes = HeadSizes(keys.shape[1], heads, keys.shape[-1], values.shape[-1], itemsize=2)
     pair = layer_sizes.kv_heads * (keys.shape[-1] + values.shape[-1]) * layer_sizes.itemsize
-    return step_bytes(entries.reader, layer_sizes, entries.most) / pair
+    rows = zip(lengths, entries.most, strict=True)
+    read = sum(step_bytes(each.reader, layer_sizes, most) for each, most in rows)
+    return read / (pair * len(lengths))
 
 
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
@@ -248,7 +256,7 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
     trace = layer.parts.get(Trace.name)
     if isinstance(trace, Trace):
         trace.note_reads([_positions(layer, *each) for each in zip(entries, chosen, strict=True)])
-    if layer.padded and slots.written is not None:
+    if layer.padded and slots.reserved is None and slots.written is not None:
         slots.fill_to(max(each.longest for each in entries) + 1)
         slots.mark_for_reuse(slots.written[..., 0] + 1, static=False)
     return out[0] if len(out) == 1 else torch.cat(out)
@@ -265,40 +273,49 @@ def _positions(layer: SlotLayer, entries: Entries, slots: Tensor | None) -> Tens
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Slots that are read, None: all; how many numbers that reads; and what stands for the rest."""
+    """Slots that are read, None: all; how many numbers that reads; and what stands for the rest.
+
+    None of the slots is -1 where they are `whole`.
+    """
 
     slots: Tensor | None
     numbers: int
     weight: Tensor | None = None
     rest: Tensor | None = None
+    whole: bool = False
 
 
 def _attend(
-    entries: Entries | FixedEntries, call: Call, keys: Tensor, values: Tensor
+    entries: Entries | FixedEntries,
+    call: Call,
+    keys: Tensor,
+    values: Tensor,
+    tokens: PerRow | None = None,
 ) -> tuple[Tensor, int, Tensor | None]:
-    """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none."""
+    """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none.
+
+    Args:
+        tokens: of a static step, how many there are to choose from.
+    """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
-    grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
+    grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     if isinstance(entries, IndexedEntries):
         choice = _choose(entries, call, grouped, keys)
-        slots = there = choice.slots
     else:
-        choice = _choose_padded(entries, call, grouped, keys)
-        slots = there = choice.slots
-        assert slots is not None, "rows of a padded batch list what they read"
-        stands, there = slots >= 0, slots.clamp(min=0)  # a slot in use, whose numbers are finite
-    if there is not None and entries.index is not None:
-        slots = there = entries.index.gather(2, there.flatten(2)).view(there.shape)
-        if stands is not None:
-            slots = slots.masked_fill(~stands, -1)
-    if slots is not None and can_run(call, Family.SLOTS):
-        out = attend_chosen(call, query, keys, values, slots, padded=stands is not None)
+        choice = _choose_padded(entries, call, grouped, keys, tokens)
+    slots, whole = choice.slots, choice.whole
+    if slots is not None and entries.index is not None:
+        there = slots if whole else slots.clamp(min=0)
+        found = entries.index.gather(2, there.flatten(2)).view(there.shape)
+        slots = found if whole else found.masked_fill(slots < 0, -1)
+    if slots is None:
+        out = _attend_pairs(call, query, entries.candidates(keys), entries.candidates(values))
+    elif can_run(call, Family.SLOTS, operator=True):
+        out = attend_chosen(call, query, keys, values, slots, padded=not whole)
     else:
-        if there is None:
-            key, value = entries.candidates(keys), entries.candidates(values)
-        else:
-            key, value = take_slots(there, keys, values)
-        mask = None if stands is None else stands.flatten(1, -2)
+        there = slots if whole else slots.clamp(min=0)  # a slot in use, whose numbers are finite
+        mask = None if whole else (slots >= 0).flatten(1, -2)
+        key, value = take_slots(there, keys, values)
         out = _attend_pairs(call, query, key, value, mask)
     return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
 
@@ -313,11 +330,19 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
 
 
 def _choose_padded(
-    entries: PaddedEntries | FixedEntries, call: Call, query: Tensor, keys: Tensor
+    entries: PaddedEntries | FixedEntries,
+    call: Call,
+    query: Tensor,
+    keys: Tensor,
+    tokens: PerRow | None,
 ) -> _Chosen:
-    dense, tokens, heads = entries.dense, entries.tokens, keys.shape[1]
+    if isinstance(entries, PaddedEntries):
+        tokens = entries.tokens
+    assert tokens is not None, "a static step counts them"
+    dense, heads, budget = entries.dense, keys.shape[1], entries.budget
     pair = keys.shape[-1] + call.value.shape[-1]
-    whole = [count for count, alone in zip(tokens.known, dense, strict=True) if alone]
+    fits = zip(tokens.known, budget.known, dense, strict=True)
+    whole = [min(count, most) for count, most, alone in fits if alone]
     every = None
     if whole:
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
@@ -337,17 +362,18 @@ def _choose_padded(
     choice = entries.reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
     lists = slots[0, ..., 0].numel()
-    sparse = zip(choice.pairs, choice.estimate, dense, strict=True)
+    sparse = zip(choice.pairs.known, choice.estimate, dense, strict=True)
     numbers = sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
-    if every is not None and isinstance(entries, PaddedEntries):
+    if every is not None:
         width = max(every.shape[2], slots.shape[-1])
         every, slots = widened(every, width), widened(slots, width)
-        alone = tokens.tensor <= entries.budget.tensor
+        alone = tokens.once("alone", lambda: tokens.tensor <= budget.tensor)
         by_query = slots.dim() == 4  # each query head of a group has its list
         of_lists, whole_rows = (alone[..., None], every[:, :, None]) if by_query else (alone, every)
         slots = torch.where(of_lists, whole_rows, slots)
         weight = None if weight is None else torch.where(alone, 1.0, weight)
-    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest)
+    full = every is None and choice.pairs.lowest >= slots.shape[-1]
+    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest, full)
 
 
 def _attend_pairs(
@@ -378,4 +404,4 @@ def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) ->
         choice = entries.reader.choose(view)
     pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
     numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
-    return _Chosen(choice.slots, numbers, choice.weight, choice.rest)
+    return _Chosen(choice.slots, numbers, choice.weight, choice.rest, whole=True)

@@ -7,15 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvtool.maths.estimates import put_column
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import Read
-from kvtool.policies.read.rows import PerRow, RowsRead
+from kvtool.policies.read.rows import PerRow, RowsRead, last_of
 from kvtool.policies.read.view import Stored
+
+
+class Length(NamedTuple):
+    """How long a sequence is, and what reads it: as of `IndexedEntries`."""
+
+    reader: Read
+    budget: int
+    stored: int
+    tokens: int
 
 
 @dataclass
@@ -57,6 +68,10 @@ class IndexedEntries:
         """Slots that have stored tokens in the longest sequence: all are as long."""
         return self.stored
 
+    def lengths(self) -> list[Length]:
+        """Return how long sequences are, of which one stands for all."""
+        return [Length(self.reader, self.budget, self.stored, self.tokens)]
+
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
         return _held(self.index, self.tables)
@@ -91,7 +106,7 @@ class IndexedEntries:
         else:
             self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
 
-    def make_room(self, capacity: int) -> int:
+    def make_room(self, capacity: int) -> list[int]:
         """Let index and tables grow with the layer's slots, and return what they can hold then."""
         self.capacity = capacity
         room = self.tokens + capacity - self.stored
@@ -100,7 +115,7 @@ class IndexedEntries:
         if self.tables is not None:
             for name, count in self.reader.columns(room).items():
                 self.tables[name] = with_columns(self.tables[name], count)
-        return room
+        return [room]
 
     def count_token(self) -> None:
         """Count a token that the layer has stored."""
@@ -115,60 +130,6 @@ class IndexedEntries:
         tables = self.tables and {name: change(table) for name, table in self.tables.items()}
         index = None if self.index is None else change(self.index)
         return replace(self, rows=rows, tables=tables, index=index)
-
-
-class FixedEntries:
-    """`IndexedEntries` in steps that change nothing but contents of tensors.
-
-    How many tokens there are is known on the device alone; shapes follow from the buffers.
-
-    Attributes:
-        of: whose reader, rows, index and tables these are.
-        capacity: slots of the layer.
-        most: tokens to choose from once all slots are taken.
-        slot: (1, 1, 1) int64, where the running step's token is stored.
-        at: (1, 1, 1) int64, its number among the tokens to choose from.
-        tokens: how many these are, itself included.
-    """
-
-    dense = (False,)
-
-    def __init__(self, of: IndexedEntries, device: torch.device, capacity: int) -> None:
-        self.of, self.capacity = of, capacity
-        self.most = room = of.make_room(capacity)
-        assert isinstance(of.reader, RowsRead), "a static step was not allowed"
-        self.reader, self.rows = of.reader, of.rows
-        self.index, self.tables = of.index, of.tables or {}
-        self.sizes = _numbers([of.reader], device)
-        if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
-            room = -(-room // self.sizes["page"].most) * self.sizes["page"].most
-        self.tokens = PerRow.of([room], device)
-        with torch.inference_mode(False):
-            self.slot, self.at = torch.zeros_like(self.tokens.tensor), self.tokens.tensor - 1
-
-    def begin(self) -> None:
-        """Copy the host's numbers to the device."""
-        self.slot.fill_(self.of.stored)
-        self.at.fill_(self.of.tokens)
-        self.tokens.tensor.fill_(self.of.tokens + 1)
-
-    def stationary(self) -> list[Tensor]:
-        """Return what a static step reads or writes, where it is."""
-        sizes = [size.tensor for size in self.sizes.values()]
-        return [*self.of.tensors(), self.slot, self.at, self.tokens.tensor, *sizes]
-
-    def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from, of each sequence as many as there may be."""
-        return buffer if self.index is None else next(take_slots(self.index, buffer))
-
-    @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the running step's token."""
-        slot = self.slot.expand(*keys.shape[:2], 1)
-        if self.index is not None:
-            self.index.scatter_(2, self.at.expand_as(slot), slot)
-        key, value = (_token(buffer, slot) for buffer in (keys, values))
-        self.reader.append_rows(self.tables, key, value, self.at, self.sizes)
 
 
 def _numbers(readers: list[Read], device: torch.device) -> dict[str, PerRow]:
@@ -225,6 +186,7 @@ class PaddedEntries:
         tables: each axis as long as that of the longest sequence; None while all sequences are
             dense.
         capacity: slots that the tables can hold.
+        ahead: tokens of static steps that `stored` and `tokens` do not count yet.
     """
 
     alone: list[IndexedEntries]
@@ -236,6 +198,7 @@ class PaddedEntries:
     index: Tensor | None = None
     tables: State | None = None
     capacity: int = 0
+    ahead: int = 0
 
     @classmethod
     def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
@@ -267,7 +230,29 @@ class PaddedEntries:
     @property
     def longest(self) -> int:
         """Slots that the longest sequence has stored tokens in."""
-        return self.stored.most
+        return self.stored.most + self.ahead
+
+    def lengths(self) -> list[Length]:
+        """Return how long each sequence is."""
+        counts = zip(self.alone, self.stored.known, self.tokens.known, strict=True)
+        return [
+            Length(each.reader, each.budget, stored + self.ahead, tokens + self.ahead)
+            for each, stored, tokens in counts
+        ]
+
+    def count_token(self) -> None:
+        """Count a token that the layer has stored of each sequence, on the host alone."""
+        self.ahead += 1
+
+    def following(self, kv_heads: int) -> Tensor:
+        """Return the slots of the next tokens, (rows, kv_heads)."""
+        return self.stored.tensor[:, 0].expand(-1, kv_heads).contiguous()
+
+    def settle(self) -> None:
+        """Count on the device as well."""
+        if self.ahead:
+            self.stored, self.tokens = self.stored.plus(self.ahead), self.tokens.plus(self.ahead)
+            self.ahead = 0
 
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
@@ -300,9 +285,10 @@ class PaddedEntries:
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Take in the token of each sequence behind those it has stored."""
+        self.settle()
         slot, at = self.stored.tensor.expand(-1, keys.shape[1], 1), self.tokens.tensor
         if self.capacity != keys.shape[2]:
-            self._make_room(keys.shape[2])
+            self.make_room(keys.shape[2])
         if self.index is not None:
             self.index.scatter_(2, at.expand_as(slot), slot)
         self.stored, self.tokens = self.stored.plus(1), self.tokens.plus(1)
@@ -310,10 +296,10 @@ class PaddedEntries:
             self.build(keys, values)
             return
         key, value = (_token(buffer, slot) for buffer in (keys, values))
-        self.reader.append_rows(self.tables, key, value, at, self.sizes)
+        self.reader.append_rows(self.tables, key, value, self.tokens, self.sizes)
 
-    def _make_room(self, capacity: int) -> None:
-        """Let index and tables grow as the buffers have."""
+    def make_room(self, capacity: int) -> list[int]:
+        """Let index and tables grow as the buffers have, and return what they can hold then."""
         counts = zip(self.tokens.known, self.stored.known, strict=True)
         rooms = [tokens + capacity - stored for tokens, stored in counts]
         if self.index is not None:
@@ -323,9 +309,11 @@ class PaddedEntries:
                 for name, count in each.reader.columns(room).items():
                     self.tables[name] = with_columns(self.tables[name], count)
         self.capacity = capacity
+        return rooms
 
     def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> PaddedEntries:
         """The same for other batch entries, which `change` brings about."""
+        self.settle()
         order = change(torch.arange(len(self.alone))).tolist()
 
         def moved(numbers: PerRow) -> PerRow:
@@ -345,6 +333,89 @@ class PaddedEntries:
 
 Entries = IndexedEntries | PaddedEntries
 """Batch entries of a layer and their tables."""
+
+
+class Clock:
+    """How many tokens there are in a static step, for all layers that have as many.
+
+    Shapes follow from the size of the buffers. The count is that of the cache, on its device, less
+    what is constant.
+
+    Attributes:
+        most: tokens to choose from once all slots are taken, of each sequence.
+        budget, sizes: of each sequence.
+        dense: for each sequence, whether the steps may begin with one that reads all its tokens.
+    """
+
+    def __init__(self, lengths: list[Length], most: list[int], seen: int, device: torch.device):
+        readers, tokens = [each.reader for each in lengths], [each.tokens for each in lengths]
+        self.sizes = _numbers(readers, device)
+        if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
+            pages = self.sizes["page"].known
+            most = [-(-own // page) * page for own, page in zip(most, pages, strict=True)]
+        self.most, self.budget = most, PerRow.of([each.budget for each in lengths], device)
+        self.dense = [each.tokens < each.budget for each in lengths]
+        k = self.sizes["k"].most if "k" in self.sizes else 0
+        self._floor = k if min(tokens) >= k else 0  # a number that caches of a kind have in common
+        self._unseen = PerRow.of([seen - count for count in tokens], device).tensor
+        self._now: PerRow | None = None
+
+    def begin(self) -> None:
+        """Let a step begin."""
+        self._now = None
+
+    def tokens(self, seen: Tensor) -> PerRow:
+        """Count the tokens of each sequence, the running one included, of those that are seen."""
+        if torch.compiler.is_compiling():
+            return PerRow(self.most, seen - self._unseen, self._floor)
+        if self._now is None:
+            self._now = PerRow(self.most, seen - self._unseen, self._floor, made={})
+        return self._now
+
+    def stationary(self) -> list[Tensor]:
+        """Return what a static step reads, where it is."""
+        return [self._unseen, *(size.tensor for size in [self.budget, *self.sizes.values()])]
+
+
+class FixedEntries:
+    """Batch entries in steps that change nothing but contents of tensors.
+
+    Attributes:
+        of: whose reader, rows, index and tables these are.
+        capacity: slots of the layer.
+        clock: shared with all layers that have as many tokens.
+    """
+
+    def __init__(
+        self, of: Entries, seen: int, capacity: int, device: torch.device, clocks: dict[Any, Any]
+    ) -> None:
+        self.of, self.capacity = of, capacity
+        self.most, lengths = of.make_room(capacity), of.lengths()
+        assert isinstance(of.reader, RowsRead), "a static step was not allowed"
+        self.reader, self.rows = of.reader, of.rows
+        self.index, self.tables = of.index, of.tables or {}
+        kind = (device, seen, *self.most, *lengths)
+        if kind not in clocks:
+            clocks[kind] = Clock(lengths, self.most, seen, device)
+        self.clock = clock = clocks[kind]
+        self.sizes, self.budget, self.dense = clock.sizes, clock.budget, clock.dense
+
+    def stationary(self) -> list[Tensor]:
+        """Return what a static step reads or writes, where it is."""
+        return [*self.of.tensors(), *self.clock.stationary()]
+
+    def candidates(self, buffer: Tensor) -> Tensor:
+        """The tokens to choose from, of each sequence as many as there may be."""
+        return buffer if self.index is None else next(take_slots(self.index, buffer))
+
+    @torch.no_grad()
+    def append(self, keys: Tensor, values: Tensor, slot: Tensor, tokens: PerRow) -> None:
+        """Take in the last of the tokens, which is in a slot: (rows, kv_heads, 1) int64."""
+        if self.index is not None:
+            put_column(self.index[:, :, None], slot, last_of(tokens))
+        if self.tables:
+            key, value = (_token(buffer, slot) for buffer in (keys, values))
+            self.reader.append_rows(self.tables, key, value, tokens, self.sizes)
 
 
 def _held(index: Tensor | None, tables: State | None) -> list[Tensor]:

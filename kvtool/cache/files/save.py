@@ -76,14 +76,13 @@ def _metadata(
     cache: KVCache, model: PreTrainedModel, model_name: str | None, *, with_text: bool
 ) -> dict[str, str]:
     """Describe a cache and the model that filled it."""
-    block = cache.settings.block
     metadata = {
         "kind": KIND,
         "schema_version": SCHEMA,
         "policy": str(cache.policy),
         "plan": "" if cache.plan is None else json.dumps(cache.plan.to_data()),
         "budget": "" if cache.budget is None else str(cache.budget),
-        "prefill": "full" if block is None else f"block:{block}",
+        "prefill": cache.prefill or "full",
         "tokens_seen": str(max(cache.tokens_seen())),
         "seen": str(cache.get_seq_length()),
         "model": model_name or model.config._name_or_path or model.config.model_type,

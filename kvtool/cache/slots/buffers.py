@@ -283,12 +283,14 @@ class SlotBuffers(SlotMemory):
         come.
 
         Only where tokens are appended and nothing is reserved. The next block, and `compact`, give
-        the empty slots up.
+        the empty slots up. Each batch entry goes on at the slot to reuse, if there is one.
         """
-        with torch.inference_mode(False):
-            following = torch.full(self.positions.shape[:2], self.used, device=self.device)
-        self.reserved = Reserved(following, tokens)
-        self.fill_to(self.used + tokens)
+        kept, following = self.kept, self.reuse_slot
+        if following is None:
+            with torch.inference_mode(False):
+                following = torch.full(self.positions.shape[:2], self.used, device=self.device)
+        self.reserved, self.reuse_slot = Reserved(following, tokens), None
+        self.fill_to(kept + tokens)
 
     def use_reserved(self, by: int = 1) -> None:
         """Count one reserved slot as taken; append behind all slots again after the last."""
@@ -326,10 +328,12 @@ class SlotBuffers(SlotMemory):
         for name, part in slots.stored.items():
             self.stored[name][:, :, :count] = part
         self.positions[:, :, :count] = slots.positions
-        self.positions[:, :, count:] = -1
         for name, number in slots.state.items():
             self.state[name][:, :, :count] = number
-            self.state[name][:, :, count:] = 0
+        if count < self.positions.shape[2]:
+            self.positions[:, :, count:].fill_(-1)
+            for number in self.state.values():
+                number[:, :, count:].fill_(0)
         self.used, self.ordered, self.as_read = count, True, False
         self.reuse_slot = self.reserved = None
 

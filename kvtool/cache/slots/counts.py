@@ -65,6 +65,15 @@ class TokenCounts:
             return self.lengths[:, None, None]
         return self.seen if self.seen_device is None else self.seen_device
 
+    def next_positions(self) -> int | Tensor:
+        """Return where the next token of each batch entry will be: one number, or (batch or 1, 1).
+
+        In a static step that is the running token, which the host has counted.
+        """
+        if self.lengths is not None:
+            return self.lengths[:, None]
+        return self.seen if self.seen_device is None else self.seen_device[0] - 1
+
     def count_apart(self, batch: int, device: torch.device) -> None:
         """Count every batch entry by itself from here on."""
         if self.lengths is None:

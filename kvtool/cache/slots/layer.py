@@ -321,6 +321,11 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         elif self.ragged is None and not slots.grouped:
             slots.place(position, static=self.seen_device is not None)
 
+    def take_back_token(self) -> None:
+        """Forget a token whose step was recorded in part, and not run."""
+        self.unattended = False
+        self.slots.end_token()
+
     def why_no_crop(self) -> str | None:
         """Say why the last tokens cannot be taken back; None: they can."""
         if not self.is_initialized:

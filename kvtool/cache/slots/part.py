@@ -272,8 +272,12 @@ class AttendsTokens(Part):
             positions: (batch, kv_heads, slots), -1 = empty.
         """
 
-    def static_step(self, layer: Any) -> AbstractContextManager[None]:
-        """Put what a static step reads where it looks for it, and count what it has done."""
+    def static_step(self, layer: Any, shared: dict[Any, Any]) -> AbstractContextManager[None]:
+        """Put what a static step reads where it looks for it, and count what it has done.
+
+        Args:
+            shared: what such parts of all layers use together, by names of their own.
+        """
         return nullcontext()
 
 

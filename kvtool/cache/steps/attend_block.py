@@ -222,9 +222,9 @@ class OwnBlock:
     ) -> Tensor:
         call, corrected = self.call, bool(corrections)
         odd = corrected or _odd(layer, call)
-        if observed and not odd and can_count(layer, call, Family.ROWS):
-            return count_block(layer, call, block, observed)
         needs_norms = observed or call.context.norms is not None
+        if needs_norms and not odd and can_count(layer, call, Family.ROWS):
+            return count_block(layer, call, block, observed)
         if needs_norms and not corrected and can_sum(layer, call, block):
             return sum_block(layer, call, block)
         if not (observed or corrected):

@@ -31,10 +31,15 @@ def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
     return not layer.policy.observes_rows and can_run(call, family, layer.window)
 
 
-def can_run(call: Call, family: Family, window: int | None = None) -> bool:
+def can_run(
+    call: Call, family: Family, window: int | None = None, *, operator: bool = False
+) -> bool:
     """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
+
+    Args:
+        operator: whether the kernels are asked as an operator of torch in a compiled step.
     """
     return not _plain_asked(call) and trust.usable(
         family,
@@ -44,6 +49,7 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
         softcap=call.softcap is not None,
         sinks=call.sinks is not None,
         window=window is not None and family is Family.ROWS,
+        operator=operator,
     )
 
 
@@ -95,7 +101,6 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
     Returns:
         (batch, heads, q_len, value_dim).
     """
-    from kvtool.kernels.attend_rows import attend_rows
     from kvtool.kernels.column_sums import column_sums
 
     batch, heads = call.query.shape[:2]
@@ -108,17 +113,29 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         stored = order.expand(batch, 1, -1)
         new = order[block.kept :].expand(batch, -1)
     scale, window, softcap = call.scale, layer.window, call.softcap
-    out, lse, seen = attend_rows(
-        call.query,
-        call.key,
-        call.value,
-        new,
-        stored,
-        in_order=not layer.padded,
-        window=window,
-        **_how(call, batch),
-        counted=observed and "above_average" in layer.policy.columns,
-    )
+    averaged = observed and "above_average" in layer.policy.columns
+    if _runs_causal(layer, call, block, observed):
+        from kvtool.kernels.attend_causal import attend_causal
+
+        out, lse = attend_causal(call.query, call.key, call.value, scale=scale)
+        count = torch.arange(1, total + 1, dtype=torch.float32, device=lse.device)
+        seen = count.expand_as(lse).contiguous() if averaged else None
+    else:
+        from kvtool.kernels.attend_rows import attend_rows
+
+        out, lse, seen = attend_rows(
+            call.query,
+            call.key,
+            call.value,
+            new,
+            stored,
+            in_order=not layer.padded,
+            window=window,
+            **_how(call, batch),
+            counted=averaged,
+        )
+    if call.context.norms is not None and not (block.kept or layer.padded):
+        call.context.norms.append(lse)
     if not observed:
         return out
 
@@ -136,6 +153,19 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
         grouped = by_head.view(batch, layer.slots.kv_heads, -1, total)
         waiting.add(grouped, block.view.block)
     return out
+
+
+def _runs_causal(layer: SlotLayer, call: Call, block: Block, observed: bool) -> bool:
+    """Whether torch's own kernels can attend the block: a whole prompt that needs no mask.
+
+    What stays is decided by these numbers, so float32 is left to Triton, which never rounds it.
+    """
+    if layer.padded or block.kept or layer.window is not None:
+        return False
+    if call.softcap is not None or call.sinks is not None:
+        return False
+    halves = call.query.element_size() == 2
+    return (halves or not observed) and can_run(call, Family.CAUSAL)
 
 
 def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
@@ -276,6 +306,10 @@ def attend_chosen(
 
     lists, how = slots.flatten(1, -2), _how(call, len(query))
     stands, there = (lists, lists.clamp(min=0)) if padded else (None, lists)
+    if torch.compiler.is_compiling():
+        from kvtool.kernels.operators import attend_chosen as operator
+
+        return operator(query, keys, values, stands, there, **how)
     return attend_slots(query, keys, values, stands, {}, chosen=there, **how)[0]
 
 

@@ -6,9 +6,11 @@ the count of tokens is a number on the device, and what a step would replace is 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,13 +57,21 @@ def reserve_slots(layer: SlotLayer, tokens: int) -> None:
 
 
 class StaticSteps:
-    """The layers of a cache whose shapes are fixed, and their counts on the device."""
+    """The layers of a cache whose shapes are fixed, and their counts on the device.
+
+    Attributes:
+        epoch: is counted up whenever a step finds tensors in other places, or other shapes, than
+            the step before: what was recorded then no longer holds.
+    """
 
     def __init__(self) -> None:
         self._layers: list[SlotLayer] = []
         self._addresses: list[Addresses] = []
         self._fixed: list[list[Tensor]] = []
+        self._used: list[int] = []
         self._seen: dict[torch.device, Tensor] = {}
+        self.epoch = 0
+        self._shared: dict[Any, Any] = {}  # by parts that attend
 
     @contextmanager
     def step(self, layers: list[SlotLayer]) -> Iterator[None]:
@@ -77,9 +87,8 @@ class StaticSteps:
         with ExitStack() as ends:
             for each in counting:
                 if each.parts.attends is not None:
-                    ends.enter_context(each.parts.attends.static_step(each))
-            each_layer = zip(counting, self._addresses, self._fixed, strict=True)
-            self._fixed = [_fix(*each) for each in each_layer]
+                    ends.enter_context(each.parts.attends.static_step(each, self._shared))
+            self._fix(counting)
             seen, ran = layers[0].seen, False
             try:
                 for each in counting:
@@ -96,7 +105,23 @@ class StaticSteps:
 
     def forget(self) -> None:
         """Let go of the layers, whose tensors are about to be replaced and would be held here."""
-        self._layers, self._addresses, self._fixed = [], [], []
+        self._layers, self._addresses, self._fixed, self._used = [], [], [], []
+        self._shared = {}
+        self.epoch += 1
+
+    def _fix(self, layers: list[SlotLayer]) -> None:
+        """Move what the last step outside has left to where static steps look for it."""
+        now = []
+        for layer, addresses in zip(layers, self._addresses, strict=True):
+            layer.slots.fix(addresses)
+            layer.fix_counts(addresses)
+            now.append(stationary(layer))
+        used = [layer.slots.used for layer in layers]
+        same = used == self._used and all(map(_same, now, self._fixed))
+        if not same:
+            _keep_in_place(itertools.chain.from_iterable(now))
+            self._fixed, self._used = now, used
+            self.epoch += 1
 
     def _seen_on(self, device: torch.device) -> Tensor:
         if device not in self._seen:
@@ -107,15 +132,8 @@ class StaticSteps:
         return self._seen[device]
 
 
-def _fix(layer: SlotLayer, addresses: Addresses, before: list[Tensor]) -> list[Tensor]:
-    """Move what the last step outside has left to where static steps look for it."""
-    layer.slots.fix(addresses)
-    layer.fix_counts(addresses)
-    now = stationary(layer)
-    same = len(now) == len(before) and all(map(operator.is_, now, before))
-    if not same:
-        _keep_in_place(now)
-    return now
+def _same(now: list[Tensor], before: list[Tensor]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 def _counting(layer: SlotLayer) -> list[SlotLayer]:
@@ -130,7 +148,7 @@ def stationary(layer: SlotLayer) -> list[Tensor]:
     return own if layer.lengths is None else [*own, layer.lengths]
 
 
-def _keep_in_place(tensors: list[Tensor]) -> None:
+def _keep_in_place(tensors: Iterable[Tensor]) -> None:
     """Mark tensors of which CUDA graphs need no copies."""
     for tensor in tensors:
         if tensor.is_cuda:

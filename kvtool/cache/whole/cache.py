@@ -22,6 +22,7 @@ from kvtool.cache.steps.call import (
     StepContext,
     Unstored,
     check_attended,
+    forget_pending,
     set_mask_target,
     set_pending,
 )
@@ -204,8 +205,8 @@ class KVCache(InWords, CacheState):
     def end_forward(self, ids: Tensor | None = None) -> None:
         """Note that a forward has run through all layers; `ids`: (batch, q_len), None: unknown."""
         self.changing = False
-        if ids is None or torch.compiler.is_compiling():
-            return
+        if ids is None or torch.compiler.is_compiling() or self.first_layer.seen_device is not None:
+            return  # whoever runs a static step notes its tokens
         running, parts = self.running, self.running.fed.parts
         if running.in_generate and ids.shape[1] == 1:  # which notes its text at its end
             return
@@ -218,6 +219,14 @@ class KVCache(InWords, CacheState):
     def break_off(self) -> None:
         """Note that a forward has broken off inside."""
         self.changing = True
+
+    def take_back_step(self) -> None:
+        """Forget a static step that was recorded in part, of which nothing has run."""
+        self.changing = False
+        for layer in self.slot_layers:
+            for store in {layer, *layer.stores}:
+                store.take_back_token()
+        forget_pending()
 
     def place_forward(self, given: Mapping[str, Any]) -> Tensor:
         """Number the tokens of a forward by their places: position ids, (batch, q_len)."""

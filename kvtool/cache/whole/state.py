@@ -115,6 +115,11 @@ class CacheState(Cache):
         """Tokens of a prompt that are read at once; None: all."""
         return self.settings.block
 
+    @property
+    def prefill(self) -> str | None:
+        """How prompts are read, `block:M`; None: whole."""
+        return None if self.block is None else f"block:{self.block}"
+
     def read_in_blocks(self, block: int | None) -> None:
         """Read prompts from here on in blocks of `block` tokens; None: whole."""
         self.settings = replace(self.settings, block=block)

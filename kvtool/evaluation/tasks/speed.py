@@ -7,7 +7,7 @@ a CPU the figures are those of a CPU: they say nothing about a GPU.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
@@ -123,23 +123,22 @@ class Speed(Task):
         return largest_batch(bench.model.config, dtype, bench.variant, length, new, size)
 
     def _once(self, bench: Bench, length: int, new: int, batch: int) -> Json:
-        from kvtool.generation import decode_step
         from kvtool.generation.broken_numbers import broken_entries, explain
-        from kvtool.generation.compiled import CompiledDecoding
         from kvtool.generation.feeding import wait
+        from kvtool.generation.graphs import StaticDecoding
 
         draws = torch.Generator().manual_seed(self.seed)
         vocabulary = bench.model.get_input_embeddings().weight.shape[0]
         ids = torch.randint(vocabulary, (batch, length), generator=draws).to(bench.model.device)
         cache = bench.new_cache()
-        to_come = new + (_COMPILING if self.compile else 0)
+        device = bench.model.device
+        setting_up = _COMPILING if self.compile or device.type == "cuda" else 0
+        to_come = new + setting_up
         logits = bench.feed(cache, ids, new_tokens=to_come).to(bench.model.device)
-        step: Callable[..., Any] = decode_step
-        if self.compile:
-            step = CompiledDecoding(bench.model, to_come)
-            for _ in range(_COMPILING):
-                logits = step(bench.model, cache, logits.argmax(-1))
-            wait(bench.model)
+        step = StaticDecoding(bench.model, to_come, compiled=self.compile)
+        for _ in range(setting_up):
+            logits = step(bench.model, cache, logits.argmax(-1))
+        wait(bench.model)
         start = time.perf_counter()
         for _ in range(new):
             logits = step(bench.model, cache, logits.argmax(-1))

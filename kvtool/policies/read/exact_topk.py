@@ -51,10 +51,10 @@ class ExactTopK(RowsRead):
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         tokens = view.tokens
-        visible = ~tokens.beyond(tokens.most)[:, :, None, None]
+        visible = tokens.once("there", lambda: ~tokens.beyond(tokens.most)[:, :, None, None])
         scores = self._scores(view, view.keys[:, :, : tokens.most], visible)
-        k = tokens.least(view.sizes["k"])
-        return RowsChoice(best_slots(scores, k), k.known, [0] * len(k.known))
+        k = tokens.once("k", lambda: tokens.least(view.sizes["k"]))
+        return RowsChoice(best_slots(scores, k), k, [0] * len(k.known))
 
     def _scores(
         self, view: ReadView | RowsView, keys: "Tensor", visible: "Tensor | None" = None

@@ -15,7 +15,7 @@ The sizes follow from a budget of t pairs by RocketKV's plan, see `kvtool.planni
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from kvtool.kernels.tables import row_product
 from kvtool.lazy_torch import Tensor, torch
@@ -23,7 +23,14 @@ from kvtool.maths.estimates import heaviest_channels, pages_of, partial_scale, t
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
-from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
+from kvtool.policies.read.rows import (
+    PerRow,
+    RowsChoice,
+    RowsView,
+    drop_beyond,
+    drop_channels,
+    hide_beyond,
+)
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
 
@@ -88,24 +95,20 @@ class HSA(Paged):
         return Choice(slots, estimate=channels * pages)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens, page, k1 = view.tokens, view.sizes["page"], view.sizes["k1"]
-        pages = pages_of_rows(tokens, page)
+        k1, sizes = view.sizes["k1"], view.sizes
+        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
         used = heaviest_channels(view.query, k1.most)
-        part = take_channels(view.query, used).masked_fill(k1.beyond(k1.most)[:, :, None], 0)
+        part = drop_channels(take_channels(view.query, used), k1)
         negative = view.query.float().sum(2).gather(2, used) < 0
-        rows = used + negative * view.query.shape[-1]
-        logits = row_product(part, view.tables["bounds"], rows, pages.most)
-        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), pages)
-        final = pages.tensor - 1
-        last = tokens.tensor - final * page.tensor
+        rows = torch.add(used, negative, alpha=view.query.shape[-1])
+        logits = row_product(part, view.tables["bounds"], rows, plan.pages.most)
+        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), plan.pages)
         share = logits.softmax(-1)  # as if all pages were whole
-        final_share = share.gather(3, final[..., None].expand(*share.shape[:3], 1))
-        missing = (page.tensor - last) / page.tensor
-        share = share / (1 - final_share * missing[..., None])
-        k = tokens.least(view.sizes["k"])
-        slots = _best_of_rows(share.mean(2), k, page, pages, last)
-        sizes = zip(k1.known, pages.known, strict=True)
-        return RowsChoice(slots, k.known, [channels * count for channels, count in sizes])
+        final_share = share.gather(3, plan.final[..., None].expand(*share.shape[:3], 1))
+        share = share / (1 - final_share * plan.missing)
+        slots = _best_of_rows(share.mean(2), plan, sizes["page"])
+        known = zip(k1.known, plan.pages.known, strict=True)
+        return RowsChoice(slots, plan.k, [channels * count for channels, count in known])
 
     def _best_tokens(self, scores: Tensor, tokens: int) -> Tensor:
         """Take the first `k` tokens of the pages in the order of their scores."""
@@ -119,24 +122,59 @@ class HSA(Paged):
         return slots[..., :k]
 
 
-def _best_of_rows(scores: Tensor, k: PerRow, page: PerRow, pages: PerRow, last: Tensor) -> Tensor:
+class _Plan(NamedTuple):
+    """What a step needs to know of the pages, whatever their scores.
+
+    Attributes:
+        pages: of each sequence.
+        k: tokens that are read.
+        needed: pages that these come from, at most.
+        final: (batch, 1, 1) int64, number of the last page.
+        missing: (batch, 1, 1, 1) float32, the part of it that no token fills.
+        ends: (batch, 1, ranks) where the tokens would end that are read up to the last page, were
+            it the one of this rank.
+        place: (places,) int64, from 0.
+        places: the rank of the page that each token is read from, and its place in that, each
+            (batch, 1, places); first where no page before it lacks tokens, then where one does.
+    """
+
+    pages: PerRow
+    k: PerRow
+    needed: int
+    final: Tensor
+    missing: Tensor
+    ends: Tensor
+    place: Tensor
+    places: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _plan(tokens: PerRow, page: PerRow, most: PerRow) -> _Plan:
+    pages, k, size = pages_of_rows(tokens, page), tokens.least(most), page.tensor
+    counts = zip(k.known, page.known, pages.known, strict=True)
+    needed = max(min(every, pages_of(own, width) + 1) for own, width, every in counts)
+    final = pages.tensor - 1
+    last = tokens.tensor - final * size
+    place, gap = torch.arange(k.most, device=size.device), size - last
+    ends = torch.arange(needed, device=size.device) * size + last
+    whole, behind = ((at // size, at % size) for at in (place, place + gap))
+    ranks = [rank.clamp(max=needed - 1) for rank in (whole[0], behind[0])]
+    places = (ranks[0], whole[1]), (ranks[1], behind[1])
+    return _Plan(pages, k, needed, final, (gap / size)[..., None], ends, place, places)
+
+
+def _best_of_rows(scores: Tensor, plan: _Plan, page: PerRow) -> Tensor:
     """Take each sequence's first `k` tokens of its pages in the order of their scores.
 
     Args:
         scores: (batch, kv_heads, pages) float32.
-        last: (batch, 1, 1) int64, tokens of each sequence's last page.
 
     Returns:
         (batch, kv_heads, the largest k) int64, -1 behind those of a sequence.
     """
-    needed = [
-        min(every, pages_of(own, size) + 1)
-        for own, size, every in zip(k.known, page.known, pages.known, strict=True)
-    ]
-    ranked = top_slots(scores, max(needed))
-    rank = torch.arange(ranked.shape[2], device=ranked.device)
-    end = torch.where(ranked == pages.tensor - 1, rank * page.tensor + last, _FAR)
-    place = torch.arange(k.most, device=ranked.device)
-    place = place + (place >= end.amin(-1, keepdim=True)) * (page.tensor - last)
-    best = ranked.gather(2, (place // page.tensor).clamp(max=ranked.shape[2] - 1))
-    return drop_beyond(best * page.tensor + place % page.tensor, k)
+    ranked = top_slots(scores, plan.needed)
+    end = torch.where(ranked == plan.final, plan.ends, _FAR).amin(-1, keepdim=True)
+    (rank, within), (later_rank, later) = plan.places
+    behind = plan.place >= end
+    best = ranked.gather(2, torch.where(behind, later_rank, rank))
+    slots = torch.addcmul(torch.where(behind, later, within), best, page.tensor)
+    return drop_beyond(slots, plan.k)

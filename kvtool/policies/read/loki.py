@@ -28,6 +28,7 @@ from kvtool.policies.read.rows import (
     RowsView,
     best_slots,
     hide_beyond,
+    last_of,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import computed, limited
@@ -87,10 +88,10 @@ class Loki(RowsRead):
         return Choice(slots, estimate=components.shape[2] * view.tokens)
 
     def append_rows(
-        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+        self, tables: State, key: Tensor, value: Tensor, tokens: PerRow, sizes: Mapping[str, PerRow]
     ) -> None:
         new = torch.matmul(key[:, :, None], tables["basis"])[:, :, 0]
-        put_column(tables["components"], new, at)
+        put_column(tables["components"], new, last_of(tokens))
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         tokens = view.tokens
@@ -99,6 +100,6 @@ class Loki(RowsRead):
         logits = torch.matmul(part, components).float() * view.scale
         logits = hide_beyond(logits, tokens)
         scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
-        k = tokens.least(view.sizes["k"])
+        k = tokens.once("k", lambda: tokens.least(view.sizes["k"]))
         read = [d * count for d, count in zip(view.sizes["d"].known, tokens.known, strict=True)]
-        return RowsChoice(best_slots(scores, k), k.known, read)
+        return RowsChoice(best_slots(scores, k), k, read)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvtool.lazy_torch import Tensor
 from kvtool.maths.estimates import page_bounds, pages_of, widen_page, widen_pages
 from kvtool.policies.numbers import HeadSizes, State
-from kvtool.policies.read.rows import PerRow, RowsRead
+from kvtool.policies.read.rows import PerRow, RowsRead, last_of
 from kvtool.policies.read.view import Stored, fixed
 
 
@@ -40,9 +40,11 @@ class Paged(RowsRead):
         widen_page(tables["bounds"], key, at, self.page_size)
 
     def append_rows(
-        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+        self, tables: State, key: Tensor, value: Tensor, tokens: PerRow, sizes: Mapping[str, PerRow]
     ) -> None:
-        widen_pages(tables["bounds"], key, at, sizes["page"].tensor)
+        at, page = last_of(tokens), sizes["page"].tensor
+        column, first = tokens.once("page", lambda: (at // page, at % page == 0))
+        widen_pages(tables["bounds"], key, column, first)
 
 
 def pages_of_rows(tokens: PerRow, page: PerRow) -> PerRow:

@@ -14,15 +14,15 @@ three pages exceed the other half, more than t is read.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvtool.kernels.tables import page_scores
-from kvtool.lazy_torch import torch
+from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.estimates import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
-from kvtool.policies.read.rows import RowsChoice, RowsView, drop_beyond, hide_beyond
+from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
 
@@ -75,27 +75,55 @@ class Quest(Paged):
         return Choice(slots, estimate=bounds.shape[2] * pages)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens, page, bounds = view.tokens, view.sizes["page"], view.tables["bounds"]
-        pages = pages_of_rows(tokens, page)
-        wanted = view.sizes["k"].map(
-            lambda k, size: max(_LEAST_PAGES, k // size),
-            lambda k, size: (k // size).clamp(min=_LEAST_PAGES),
-            page,
-        )
-        taken = pages.least(wanted)
-        last = pages.plus(-1)
-        scores = hide_beyond(page_scores(view.query, bounds, pages.most), last)
+        bounds, sizes = view.tables["bounds"], view.sizes
+        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
+        last, taken = plan.last, plan.taken
+        scores = hide_beyond(page_scores(view.query, bounds, last.most + 1), last)
         best = top_slots(scores, max(1, taken.most - 1))
-        read = tokens.map(_pages_read, _pages_read, last, taken, page)
-        place = torch.arange(read.most, device=best.device)
-        rank, within = place // page.tensor, place % page.tensor
-        rank = rank.expand(*best.shape[:2], -1)
-        chosen = best.gather(2, rank.clamp(max=best.shape[2] - 1))
-        chosen = torch.where(rank == taken.tensor - 1, last.tensor, chosen)
-        slots = drop_beyond(chosen * page.tensor + within, read)
-        whole = zip(taken.known, pages.known, strict=True)
-        estimate = [bounds.shape[2] * all_ * (some < all_) for some, all_ in whole]
-        return RowsChoice(slots, read.known, estimate)
+        chosen = best.gather(2, plan.rank.expand(*best.shape[:2], -1))
+        slots = torch.addcmul(plan.within, chosen, sizes["page"].tensor)
+        slots = torch.where(plan.ends, plan.end, slots)
+        whole = zip(taken.known, last.known, strict=True)
+        estimate = [bounds.shape[2] * (all_ + 1) * (some <= all_) for some, all_ in whole]
+        return RowsChoice(slots, plan.read, estimate)
+
+
+class _Plan(NamedTuple):
+    """What pages a step reads, whatever their scores.
+
+    Attributes:
+        last: number of each sequence's last page.
+        taken: pages that are read, the last one among them.
+        read: tokens of these.
+        rank: (batch, 1, places) among the pages before the last, best first, of each token read.
+        within: (batch, 1, places), its place in its page.
+        ends: bool (batch, 1, places), whether it is in the last page or there is none.
+        end: (batch, 1, places), its number then, -1 for none.
+    """
+
+    last: PerRow
+    taken: PerRow
+    read: PerRow
+    rank: Tensor
+    within: Tensor
+    ends: Tensor
+    end: Tensor
+
+
+def _plan(tokens: PerRow, page: PerRow, k: PerRow) -> _Plan:
+    pages = pages_of_rows(tokens, page)
+    wanted = k.map(
+        lambda count, size: max(_LEAST_PAGES, count // size),
+        lambda count, size: (count // size).clamp(min=_LEAST_PAGES),
+        page,
+    )
+    taken, last = pages.least(wanted), pages.plus(-1)
+    read = tokens.map(_pages_read, _pages_read, last, taken, page)
+    place = torch.arange(read.most, device=tokens.tensor.device)
+    rank, within = place // page.tensor, place % page.tensor
+    end = drop_beyond(last.tensor * page.tensor + within, read)
+    ends = rank >= taken.tensor - 1
+    return _Plan(last, taken, read, rank.clamp(max=max(0, taken.most - 2)), within, ends, end)
 
 
 def _pages_read(tokens: Any, last: Any, taken: Any, page: Any) -> Any:

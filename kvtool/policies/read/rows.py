@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_slots
 from kvtool.policies.parts import HeadSizes, Read, State
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,16 @@ class PerRow:
     """A number for each batch entry, known on CPU and device, so that neither waits.
 
     Attributes:
-        known: one a sequence.
+        known: one a sequence; where `floor` is given, the most that it may be.
         tensor: (batch, 1, 1) int64, the same on the device.
+        floor: in a static step, what no number is below; None: `known` is exact.
+        made: what `once` has made; None: these are the numbers of one layer.
     """
 
     known: Sequence[int]
     tensor: Tensor
+    floor: int | None = None
+    made: dict[Hashable, Any] | None = None
 
     @classmethod
     def of(cls, known: Sequence[int], device: torch.device) -> PerRow:
@@ -33,24 +40,52 @@ class PerRow:
         """Return the largest."""
         return max(self.known)
 
+    @property
+    def lowest(self) -> int:
+        """Return the smallest, or what no number is below."""
+        return min(self.known) if self.floor is None else self.floor
+
+    def once(self, name: Hashable, make: Callable[[], Made]) -> Made:
+        """Make what follows from the numbers for the first layer of a step, and the others use it.
+
+        A compiler sees by itself that layers compute the same.
+        """
+        if self.made is None or torch.compiler.is_compiling():
+            return make()
+        if name not in self.made:
+            self.made[name] = make()
+        found: Made = self.made[name]
+        return found
+
     def map(
         self, change: Callable[..., int], on_device: Callable[..., Tensor], *others: PerRow
     ) -> PerRow:
         """Compute a number per sequence, on both sides."""
         known = [change(*each) for each in zip(self.known, *(o.known for o in others), strict=True)]
-        return PerRow(known, on_device(self.tensor, *(other.tensor for other in others)))
+        exact = all(each.floor is None for each in (self, *others))
+        tensor = on_device(self.tensor, *(other.tensor for other in others))
+        return PerRow(known, tensor, None if exact else 0, None if self.made is None else {})
 
     def plus(self, more: int) -> PerRow:
         """Add the same number for every sequence."""
-        return PerRow([number + more for number in self.known], self.tensor + more)
+        floor = None if self.floor is None else max(0, self.floor + more)
+        changed = self.map(lambda number: number + more, lambda tensor: tensor + more)
+        return replace(changed, floor=floor)
 
     def least(self, other: PerRow) -> PerRow:
         """Take the smaller of two numbers of each sequence."""
-        return self.map(min, torch.minimum, other)
+        if self.lowest >= other.most:
+            return other
+        floor = min(self.lowest, other.lowest)
+        found = self.map(min, torch.minimum, other)
+        return found if found.floor is None else replace(found, floor=floor)
 
     def beyond(self, width: int) -> Tensor:
         """Mark the places from a sequence's own number on: bool (batch, 1, width)."""
-        return torch.arange(width, device=self.tensor.device) >= self.tensor
+        return self.once(
+            ("beyond", width),
+            lambda: torch.arange(width, device=self.tensor.device) >= self.tensor,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,7 +124,7 @@ class RowsChoice:
     """
 
     slots: Tensor
-    pairs: Sequence[int]
+    pairs: PerRow
     estimate: Sequence[int]
     weight: Tensor | None = None
     rest: Tensor | None = None
@@ -103,12 +138,12 @@ class RowsRead(Read):
         tables: State,
         key: Tensor,
         value: Tensor,
-        at: Tensor,
+        tokens: PerRow,
         sizes: Mapping[str, PerRow],
     ) -> None:
         """Add a token to each sequence of a padded batch, in place, as `append` does.
 
-        Its number is `at`, (batch, 1, 1) int64, and each sequence has its own sizes.
+        It is the last of `tokens`, and each sequence has its own sizes.
         """
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
@@ -138,16 +173,32 @@ def reads_together(reader: Read) -> bool:
 
 def hide_beyond(scores: Tensor, count: PerRow) -> Tensor:
     """Make what is beyond a sequence's own -inf: (batch, kv_heads, width) or (.., group, width)."""
-    beyond = count.beyond(scores.shape[-1])
-    return scores.masked_fill(beyond if scores.dim() == 3 else beyond[:, :, None], float("-inf"))
+    return _fill_beyond(scores, count, float("-inf"))
 
 
 def drop_beyond(slots: Tensor, count: PerRow) -> Tensor:
     """Make what is beyond a sequence's own -1, of lists of slots as of `RowsChoice`."""
-    beyond = count.beyond(slots.shape[-1])
-    return slots.masked_fill(beyond if slots.dim() == 3 else beyond[:, :, None], -1)
+    return _fill_beyond(slots, count, -1)
+
+
+def _fill_beyond(numbers: Tensor, count: PerRow, filler: float) -> Tensor:
+    width = numbers.shape[-1]
+    if count.lowest >= width:
+        return numbers
+    beyond = count.beyond(width)
+    return numbers.masked_fill(beyond if numbers.dim() == 3 else beyond[:, :, None], filler)
+
+
+def drop_channels(part: Tensor, count: PerRow) -> Tensor:
+    """Make what is beyond a sequence's own count of channels 0: (batch, kv_heads, group, count)."""
+    return _fill_beyond(part, count, 0)
 
 
 def best_slots(scores: Tensor, count: PerRow) -> Tensor:
     """Find each sequence's own count of slots of highest score, the best first, then -1."""
     return drop_beyond(top_slots(scores, count.most), count)
+
+
+def last_of(tokens: PerRow) -> Tensor:
+    """Return the number of each sequence's newest token, (batch, 1, 1) int64."""
+    return tokens.once("last", lambda: tokens.tensor - 1)

@@ -28,7 +28,9 @@ from kvtool.policies.read.rows import (
     RowsRead,
     RowsView,
     best_slots,
+    drop_channels,
     hide_beyond,
+    last_of,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
 from kvtool.policies.spelling import computed, limited
@@ -99,30 +101,39 @@ class SparQ(RowsRead):
         return Choice(slots, read + total.shape[-1], share, total / view.tokens)
 
     def append_rows(
-        self, tables: State, key: Tensor, value: Tensor, at: Tensor, sizes: Mapping[str, PerRow]
+        self, tables: State, key: Tensor, value: Tensor, tokens: PerRow, sizes: Mapping[str, PerRow]
     ) -> None:
-        put_column(tables["channels"], key, at)
+        put_column(tables["channels"], key, last_of(tokens))
         tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         tokens, r = view.tokens, view.sizes["r"]
         used = heaviest_channels(view.query, r.most)
-        part = take_channels(view.query, used).masked_fill(r.beyond(r.most)[:, :, None], 0)
+        part = drop_channels(take_channels(view.query, used), r)
         logits = row_product(part, view.tables["channels"], used, tokens.most)
         logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), tokens)
         weights = logits.softmax(-1)
-        past, k = tokens.plus(-self.local), tokens.least(view.sizes["k"])
-        ranked = k.map(lambda n: max(n - self.local, 0), lambda n: (n - self.local).clamp(min=0))
+        past, k, ranked = tokens.once("k", lambda: self._counts(tokens, view.sizes["k"]))
         scores = weights.mean(2)
         slots = best_slots(hide_beyond(scores, past) if self.local else scores, ranked)
         if self.local:
-            newest = past.tensor + torch.arange(self.local, device=slots.device)
+            newest = tokens.once(
+                "newest", lambda: past.tensor + torch.arange(self.local, device=slots.device)
+            )
             slots = torch.cat([slots, newest.expand(*slots.shape[:2], -1)], 2)
         read = [channels * count for channels, count in zip(r.known, tokens.known, strict=True)]
         if not self.reallocate:
-            return RowsChoice(slots, k.known, read)
+            return RowsChoice(slots, k, read)
         total = view.tables["value_sum"]
-        index = slots.clamp(min=0)[:, :, None].expand(-1, -1, weights.shape[2], -1)
-        share = (weights.gather(3, index) * (slots >= 0)[:, :, None]).sum(-1)
+        there = slots if k.lowest >= slots.shape[2] else slots.clamp(min=0)
+        share = weights.gather(3, there[:, :, None].expand(-1, -1, weights.shape[2], -1))
+        if there is not slots:
+            share = share * (slots >= 0)[:, :, None]
         read = [numbers + total.shape[-1] for numbers in read]
-        return RowsChoice(slots, k.known, read, share, total / tokens.tensor)
+        return RowsChoice(slots, k, read, share.sum(-1), total / tokens.tensor)
+
+    def _counts(self, tokens: PerRow, most: PerRow) -> tuple[PerRow, PerRow, PerRow]:
+        """Count the tokens behind the newest, those that are read, and those chosen for that."""
+        k = tokens.least(most)
+        ranked = k.map(lambda n: max(n - self.local, 0), lambda n: (n - self.local).clamp(min=0))
+        return tokens.plus(-self.local), k, ranked

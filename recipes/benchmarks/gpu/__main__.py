@@ -1,19 +1,24 @@
 """Answer everything about a GPU that this project has to know, in commands of ten minutes.
 
-With half an hour of a GPU, run this three times, and once more after mending what it finds:
+With a quarter of an hour of a GPU, see the plan, run it, mend what it finds, and run it again:
 
     python -m recipes.benchmarks.gpu --json runs/device.json           # 9 min a call, a GPU
+    python -m recipes.benchmarks.gpu --plan
 
 Each call goes on where the last one stopped: what was found to be right is not measured again, what
-failed is. Results are written after every case. Cases that measure no time run first, as many at
-once as `--jobs` says. Parts, in their order:
+failed is. Results are written after every case. Parts, in their order, the first three within five
+minutes; of those from `kernels` on, cases that measure no time run first, as many at once as
+`--jobs` says. What an H200 is to reach stands in a table of aims.
 
-    kernels  every Triton kernel against plain torch, its time, and the tests for GPUs
-    right    every policy and modifier: tokens and kept positions as on the CPU, memory given back
-    memory   bytes held and at the peak, against the forecast and against plan-budget
-    speed    decoding and prompts of an 8B shape; share of the possible gain, weights included
-    waits    whole prompts, profiles, CaliDrop, eager steps, many prompts, beside their baselines
-    model    trains the bundled model's recipe; only by name, in --work, for as long as --minutes
+    pays      16 x 32K and 8 x 100K of an 8B shape beside the full cache: tokens/s and memory
+    speed     steps of one row, captured and eager, and answers as a user has them
+    prompts   blocks, whole prompts and profiles beside plain forwards
+    compiled  compiled steps of one row, a minute of compiling each
+    kernels   every Triton kernel against plain torch, its time, and the tests for GPUs
+    right     every policy and modifier: tokens and kept positions as on the CPU, memory given back
+    memory    bytes held and at the peak, against the forecast and against plan-budget
+    waits     many prompts, other whole prompts, CaliDrop, further compiled steps
+    model     trains the bundled model's recipe; only by name, in --work, for as long as --minutes
 
 The exit code is 0 when all is measured and right, 1 where a case is wrong or failed, 3 where the
 time was up before the last case. On a CPU, `--device cpu --tiny` runs all of it in small.
@@ -41,11 +46,12 @@ from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
 
-from recipes.benchmarks.gpu import ran
+from recipes.benchmarks.gpu import aims, ran
 from recipes.benchmarks.gpu.results import GOOD, Case, Results, machine, run_case, write_whole
-from recipes.benchmarks.gpu.settings import PARTS, Settings
+from recipes.benchmarks.gpu.settings import FIRST, PARTS, Settings
 
 BY_NAME = ("model",)  # not part of a run that names no part, but of a tiny one
+START = 10  # seconds until a worker measures
 GRACE = 25  # seconds that a case may go on after the time is up
 BROKEN = 75  # a worker's exit code where the device cannot go on
 MOST_JOBS = 12  # each holds half a GiB of the device before it has measured anything
@@ -176,26 +182,40 @@ def _drive(args: argparse.Namespace) -> None:
     """Start workers, one after another, until all is measured or the time is up."""
     deadline = time.time() + 60 * args.minutes
     options = ["--device", args.device, "--work", args.work, "--deadline", deadline]
-    options += [each for part in args.part for each in ("--part", part)]
     options += ["--tiny"] if args.tiny else []
-    command = [sys.executable, "-m", "recipes.benchmarks.gpu", *map(str, options), "--json"]
+    command = [sys.executable, "-m", "recipes.benchmarks.gpu", *map(str, options)]
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
     if args.device == "cpu":
         environment |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    if args.jobs == 1:
-        _keep_running([[*command, str(args.json)]], environment, deadline)
-        return
     threads = {"OMP_NUM_THREADS": f"{max(1, (os.cpu_count() or 1) // args.jobs)}"}
-    shares = {args.json.with_name(f"{args.json.name}.{i}"): i for i in range(args.jobs)}
-    for file in shares:
-        shutil.copy(args.json, file)
-    wanted = [[*command, str(file), "--share", f"{i}/{args.jobs}"] for file, i in shares.items()]
-    try:
-        _keep_running(wanted, environment | threads, deadline)
-    finally:
-        gather(args.json, list(shares))
-    _keep_running([[*command, str(args.json), "--share", "alone"]], environment, deadline)
+    for names, beside in stages(args):
+        wanted = [*command, *(each for name in names for each in ("--part", name)), "--json"]
+        if not beside:
+            alone = ["--share", "alone"] if args.jobs > 1 and names[0] not in FIRST else []
+            _keep_running([[*wanted, str(args.json), *alone]], environment, deadline)
+            continue
+        shares = {args.json.with_name(f"{args.json.name}.{i}"): i for i in range(args.jobs)}
+        for file in shares:
+            shutil.copy(args.json, file)
+        workers = [
+            [*wanted, str(file), "--share", f"{i}/{args.jobs}"] for file, i in shares.items()
+        ]
+        try:
+            _keep_running(workers, environment | threads, deadline)
+        finally:
+            gather(args.json, list(shares))
+
+
+def stages(args: argparse.Namespace) -> list[tuple[list[str], bool]]:
+    """Return which parts run after one another, and whether as many cases at once as `--jobs`."""
+    if args.jobs == 1:
+        return [(args.part, False)]
+    first, others = (
+        [name for name in args.part if (name in FIRST) == own] for own in (True, False)
+    )
+    found = [(first, False), (others, True), (others, False)]
+    return [(names, beside) for names, beside in found if names]
 
 
 def _keep_running(commands: list[list[str]], environment: dict[str, str], deadline: float) -> None:
@@ -244,7 +264,7 @@ def gather(whole: Path, shares: Sequence[Path]) -> None:
 def show_plan(args: argparse.Namespace) -> int:
     """Print the minutes that parts take, by the seconds of cases in the newest run of a GPU.
 
-    A case that it has not measured counts as the middle one of its part.
+    A case that it has not measured counts as its estimate, or as the middle one of its part.
     """
     (known,) = [run["parts"] for run in ran.runs() if run["machine"]["kind"] == "cuda"][:1] or [{}]
     settings = Settings(args.device, args.tiny, 0, args.work)
@@ -255,21 +275,29 @@ def show_plan(args: argparse.Namespace) -> int:
     table = Table(title=f"minutes, with --jobs {args.jobs}", show_edge=False)
     for column in ("from", "to", "part", "cases", "measured before"):
         table.add_column(column, justify="left" if column == "part" else "right")
-    now = 0.0
-    for beside in (True, False):
-        for name, cases in wanted.items():
-            records = known.get(name, {})
-            keys = [case.key for case in cases if case.beside == beside]
-            taken = [record["seconds"] for record in records.values()]
-            middle = statistics.median(taken) if taken else 0.0
-            before = sum(key in records for key in keys)
-            seconds = [records[key]["seconds"] if key in records else middle for key in keys]
-            end = now + sum(seconds) / 60 / (args.jobs if beside else 1)
+    now, asked = 0.0, {}
+    whole = {key: each for records in known.values() for key, each in records.items()}
+    for names, beside in stages(args):
+        now += START / 60
+        for name in names:
+            records = whole | known.get(name, {})
+            chosen = [case for case in wanted[name] if args.jobs == 1 or case.beside == beside]
+            own = known.get(name, {}).values()
+            middle = statistics.median([each["seconds"] for each in own] or [0])
+            end = now
+            for case in chosen:
+                seconds = records.get(case.key, {}).get("seconds", case.seconds or middle)
+                end += seconds / 60 / (args.jobs if beside else 1)
+                asked[name, case.key] = end
+            before = sum(case.key in records for case in chosen)
             label = f"{name}, {args.jobs} at once" if beside else name
-            if keys:
-                table.add_row(f"{now:.1f}", f"{end:.1f}", label, f"{len(keys)}", f"{before}")
+            if chosen:
+                table.add_row(f"{now:.1f}", f"{end:.1f}", label, f"{len(chosen)}", f"{before}")
             now = end
-    Console(width=140).print(table)
+    console = Console(width=140)
+    console.print(table)
+    console.print()
+    console.print(aims.table(known, asked))
     return 0
 
 
@@ -300,6 +328,9 @@ def show(results: Results, args: argparse.Namespace) -> int:
             elif state != "ok":
                 faults.append(f"{state}: {name}: {case.key}: {record['reason']}")
     console.print()
+    if not about["tiny"]:
+        console.print(aims.table(results.data["parts"]))
+        console.print()
     for line in faults:
         console.print(line, style="red", highlight=False, markup=False)
     if len(sources - {None}) > 1:

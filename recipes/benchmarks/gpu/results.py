@@ -45,11 +45,13 @@ class Case:
         key: its name, one of its part.
         run: returns numbers and names for the file, or raises.
         beside: it measures no time, so others may run on the device meanwhile.
+        seconds: it takes about so many on a GPU, where no run has measured it; 0: unknown.
     """
 
     key: str
     run: Callable[[], Record]
     beside: bool = False
+    seconds: float = 0.0
 
 
 def source_hash() -> str:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-PARTS = ("kernels", "right", "memory", "speed", "waits", "model")
+FIRST = ("pays", "speed", "prompts", "compiled")  # of a device that is lent for minutes
+PARTS = (*FIRST, "kernels", "right", "memory", "waits", "model")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,11 @@ class Settings:
     def cuda(self) -> bool:
         """Whether it is a GPU of NVIDIA's."""
         return torch.device(self.device).type == "cuda"
+
+    @property
+    def backend(self) -> str:
+        """Of torch.compile."""
+        return "eager" if self.tiny else "inductor"
 
     def wait(self) -> None:
         """Wait for what runs on the device."""

@@ -14,7 +14,7 @@ from kvtool.evaluation.bench.meter import Meter, Peak
 from kvtool.evaluation.run.runner import draw_jobs
 from kvtool.evaluation.tasks.fidelity import FidelityTask, OutputError, Reconstruct
 from kvtool.evaluation.tasks.speed import Speed
-from kvtool.generation.compiled import CompiledDecoding
+from kvtool.generation.graphs import StaticDecoding
 from tests.evaluation.variants import make_variants
 
 FULL, TINY, FITS = make_variants(["streaming"], ["24", "4K"])
@@ -220,16 +220,16 @@ def test_speed_counts_what_it_times(loaded, counter):
 @pytest.mark.exhaustive
 def test_speed_compiles_before_the_clock_starts(loaded, counter, monkeypatch):
     torch._dynamo.reset()
-    steps, reports = CompiledDecoding.__call__, []
+    steps, reports = StaticDecoding.__call__, []
 
     def noting(self, *args):
         logits = steps(self, *args)
         reports.append(self.report())
         return logits
 
-    monkeypatch.setattr(CompiledDecoding, "__call__", noting)
-    plain = functools.partialmethod(CompiledDecoding.__init__, backend="eager")
-    monkeypatch.setattr(CompiledDecoding, "__init__", plain)
+    monkeypatch.setattr(StaticDecoding, "__call__", noting)
+    plain = functools.partialmethod(StaticDecoding.__init__, backend="eager")
+    monkeypatch.setattr(StaticDecoding, "__init__", plain)
     task = Speed(name="speed", lengths="64", new_tokens=5, samples=1, compile=True)
     _, records = measure(loaded, counter, task, TINY)
     assert records[TINY][0]["decoded"] == records[TINY][0]["cost"]["new_tokens"] == 5
