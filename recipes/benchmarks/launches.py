@@ -154,6 +154,8 @@ def step_code(policy: str, budget: int, rows: int, layers: int, options: dict[st
         held = _fill(policy, budget, rows, layers)
         with OnDevice(mode):
             cache = copy.deepcopy(held)
+        for layer in cache.slot_layers:
+            layer.parts.allow_kernel(not (layer.chunked or layer.policy.observes_rows))
         inside = cache.static_step()
     forward = torch.compile(model.forward, fullgraph=True, dynamic=False, options=options)
 

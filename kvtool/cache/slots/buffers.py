@@ -52,6 +52,12 @@ def ascending(positions: Tensor) -> Tensor:
     return positions.masked_fill(positions < 0, last).argsort(-1)
 
 
+def _in_heads(slot: Tensor) -> tuple[Tensor, ...]:
+    """Indices for `index_put_` of one slot in each head; to scatter, a compiler copies them all."""
+    entries, heads = (torch.arange(n, device=slot.device) for n in slot.shape[:2])
+    return entries[:, None, None], heads[:, None], slot
+
+
 class Reserved(NamedTuple):
     """Slots for coming tokens; empty ones count as used.
 
@@ -193,6 +199,7 @@ class SlotBuffers(SlotMemory):
 
         """
         used, new = self.used, self.form.quantise(key, value)
+        compiling = static and torch.compiler.is_compiling()
         if self.reserved is not None:
             self.written = self.reserved.next[..., None].clone()
             self.reserved.next.add_(1)
@@ -204,7 +211,10 @@ class SlotBuffers(SlotMemory):
             self.written = slot = self.reuse_slot[..., None]
             if not self.grouped:
                 for number in self.state.values():
-                    number.scatter_(2, slot, 0)
+                    if compiling:
+                        number.index_put_(_in_heads(slot), number.new_zeros(()))
+                    else:
+                        number.scatter_(2, slot, 0)
             if not static:
                 self.reuse_slot = None
             self.ordered = False
@@ -216,11 +226,9 @@ class SlotBuffers(SlotMemory):
             self.written = None
             self.used = used + 1
             return
-        if static:
-            entries, heads = (torch.arange(n, device=self.device) for n in self.written.shape[:2])
-            place = entries[:, None, None], heads[:, None], self.written
-            for name, part in new.items():  # a compiler copies the whole buffer to scatter
-                self.stored[name].index_put_(place, part)
+        if compiling:
+            for name, part in new.items():
+                self.stored[name].index_put_(_in_heads(self.written), part)
         else:
             index = self.written[..., None]
             for name, part in new.items():
@@ -238,18 +246,21 @@ class SlotBuffers(SlotMemory):
         return self.reuse_slot
 
     @torch.no_grad()
-    def place(self, position: int | Tensor) -> None:
+    def place(self, position: int | Tensor, *, static: bool = False) -> None:
         """Note the position of the token that `write` has just written.
 
         Args:
             position: one number, or (batch or 1,) with -1 where a batch entry had padding instead
                 of a token.
+            static: as for `write`.
         """
         if isinstance(position, Tensor):
             position = position.to(torch.int32)[:, None, None]
         if self.written is None:
             newest = self.positions.narrow(2, self.used - 1, 1)
             newest.copy_(position) if isinstance(position, Tensor) else newest.fill_(position)
+        elif isinstance(position, Tensor) and static and torch.compiler.is_compiling():
+            self.positions.index_put_(_in_heads(self.written), position)
         elif isinstance(position, Tensor):
             self.positions.scatter_(2, self.written, position.expand_as(self.written))
         else:

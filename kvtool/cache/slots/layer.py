@@ -163,7 +163,7 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         new = self.take_unwritten()
         if new is not None and new.place is not None:
             self.slots.write(new.key, new.value, static=True)
-            self.slots.place(new.place)
+            self.slots.place(new.place, static=True)
 
     @property
     def is_croppable(self) -> bool:
@@ -319,7 +319,7 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
             assert isinstance(position, Tensor), "a static step counts on the device"
             self.unattended = new._replace(place=position)
         elif self.ragged is None and not slots.grouped:
-            slots.place(position)
+            slots.place(position, static=self.seen_device is not None)
 
     def take_back_token(self) -> None:
         """Forget a token whose step was recorded in part, and not run."""
