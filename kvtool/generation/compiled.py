@@ -21,16 +21,23 @@ from kvtool.documents.files import user_cache
 from kvtool.errors import KvtoolError
 
 _PAYS_FROM = 1536  # new tokens: on an H200, 53 s of compiling for 34 ms less a token of an 8B model
-_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
-"""Of CUDA: products of one row become reductions, with what comes before and behind them inside."""
+_OF_ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True, "combo_kernels": True}
+"""On CUDA: products become reductions with norms, activations and residuals inside, and independent
+kernels are launched as one. Of more rows products stay with cuBLAS, and tuning finds nothing."""
 
 
-def compiled_forward(model: PreTrainedModel, backend: str = "inductor") -> Callable[..., Any]:
-    """Return a model's forward, compiled as one graph when it first runs."""
+def compiled_forward(
+    model: PreTrainedModel, backend: str = "inductor", rows: int = 1
+) -> Callable[..., Any]:
+    """Return a model's forward, compiled as one graph when it first runs.
+
+    Args:
+        rows: that it decodes.
+    """
     options = None
     if backend == "inductor":
         _keep_compiled()
-        options = _OPTIONS if model.device.type == "cuda" else None
+        options = _OF_ONE_ROW if model.device.type == "cuda" and rows == 1 else None
     return torch.compile(model.forward, fullgraph=True, backend=backend, options=options)
 
 

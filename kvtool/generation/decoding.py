@@ -55,8 +55,7 @@ class Drawing:
             if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))
         ]
         self.fixed = all(type(each).__name__ in _OF_LOGITS for each in made.processors)
-        drawn_by = [] if generator is None or not self._samples else [generator]
-        self.generators: tuple[torch.Generator, ...] = tuple(drawn_by)
+        self.generators = [] if generator is None or not self._samples else [generator]
         self.token = input_ids.new_zeros(rows)
         self._told = input_ids.new_zeros(3, rows)
         self._running = torch.ones(rows, dtype=torch.bool, device=device)
@@ -82,16 +81,12 @@ class Drawing:
         broken = broken_entries(logits)
         text = self.token[:, None] if self._there is None else self._there[:, : self.written]
         scores = self._processors(text, logits.masked_fill(broken[:, None], 0.0))
-        if self._samples:
-            (generator,) = self.generators or (None,)
-            token = torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
-        else:
-            token = scores.argmax(-1)
+        token = sample(scores, self.generators[0]) if self._samples else scores.argmax(-1)
         if self._padding is not None:
             token = torch.where(self._running, token, self._padding)
         broken &= self._running
         for ends in self._ends:
-            self._running &= ~torch.isin(token, ends)
+            self._running &= (token[:, None] != ends).all(1)
         self.token.copy_(token)
         torch.stack([token, broken.to(token.dtype), self._running.to(token.dtype)], out=self._told)
 
@@ -117,6 +112,15 @@ class Drawing:
                 running &= ~done
                 self._running &= ~done.to(self._running.device)
         return bool(running.any()) and self.read < self.most
+
+
+def sample(scores: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw a token for each of (rows, vocab) scores, as torch.multinomial does: (rows,) int64.
+
+    That one has the host look at the scores first.
+    """
+    shares = scores.softmax(-1)
+    return (shares / torch.empty_like(shares).exponential_(1, generator=generator)).argmax(-1)
 
 
 class Told:

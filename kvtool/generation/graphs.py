@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -71,11 +71,11 @@ class Draw(Protocol):
 
     Attributes:
         token: (rows,) int64, at a fixed address.
-        generators: that it draws by.
+        generators: that it draws by, which others in the same state may replace.
     """
 
     token: Tensor
-    generators: tuple[torch.Generator, ...]
+    generators: list[torch.Generator]
 
     def __call__(self, logits: Tensor) -> None: ...
 
@@ -175,7 +175,8 @@ class StaticDecoding:
     ) -> None:
         self._model, self._room, self._required = model, min(tokens, _MOST_ROOM), required
         self._record = recorder(model) if graphs and tokens >= _PAYS_FROM else None
-        self._forward = compiled_forward(model, backend) if compiled else None
+        self._compile = partial(compiled_forward, model, backend) if compiled else None
+        self._forward: Callable[..., Any] | None = None
         self._recorded: _Recorded | None = None
         self._last: _Key | None = None
         self._graphs = self._eager = self._compiled = self._replayed = 0
@@ -203,16 +204,19 @@ class StaticDecoding:
             (rows, vocab) float32 logits, until the next step.
         """
         cache.check_whole()
-        if (self._record is None and self._forward is None) or not cache.fix_shapes(self._room):
+        static = self._record is not None or self._compile is not None
+        if not static or not cache.fix_shapes(self._room):
             self._eager += 1
             return self._run(cache, token_ids, draw)
+        if self._forward is None and self._compile is not None:
+            self._forward = self._compile(len(token_ids))
         before, start = counters["stats"]["unique_graphs"], time.perf_counter()
         try:
             logits = self._step(cache, token_ids, draw)
         except TorchDynamoException as error:
             if self._required:
                 raise explain(error, self._model, cache) from error
-            self._forward = None
+            self._compile = self._forward = None
             return self.feed(cache, token_ids, draw)
         made = counters["stats"]["unique_graphs"] - before
         if made:
@@ -243,13 +247,16 @@ class StaticDecoding:
         assert self._record is not None, "there is a recorder"
         if self._recorded is None:
             token = token_ids if key.draw is not None else token_ids.clone()
-            generators = () if key.draw is None else key.draw.generators
-            recording = self._record()
+            generators = [] if key.draw is None else key.draw.generators
+            states, recording = [each.get_state() for each in generators], self._record()
             try:
                 logits = recording.record(lambda: self._run(cache, token, key.draw), generators)
             except Exception as error:  # any: what a device cannot record fails in its own way
                 cache.take_back_step()
                 self._record = None
+                generators[:] = [
+                    _generator_in(state, token.device) for state in states
+                ]  # what has failed may have kept theirs
                 _tell(self._model, cache, error)
                 self._eager += self._forward is None
                 return self._run(cache, token_ids, key.draw)
@@ -280,6 +287,10 @@ class StaticDecoding:
         """Report how steps have run so far."""
         counts = self._graphs, self._eager, self._compiled, self._seconds
         return StepsReport(*counts, self._ran_graphs, self._replayed)
+
+
+def _generator_in(state: Tensor, device: torch.device) -> torch.Generator:
+    return torch.Generator(device).set_state(state)
 
 
 _told: set[tuple[str, str]] = set()

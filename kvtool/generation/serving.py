@@ -19,7 +19,7 @@ from kvtool.cache.whole.batching import append_entries, keep_entries
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.generation.broken_numbers import broken_entries, explain
-from kvtool.generation.decoding import StopsAt, longer
+from kvtool.generation.decoding import StopsAt, longer, sample
 from kvtool.generation.feeding import decode_step, prefill, wait
 from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
 
@@ -124,7 +124,7 @@ class Running:
         """Draw the next token from (1, vocab) logits: (1,) int64."""
         scores = self.made.processors(self.known.to(logits.device), logits)
         if self.made.settings.do_sample:
-            return torch.multinomial(scores.softmax(-1), 1, generator=self.generator)[:, 0]
+            return sample(scores, self.generator)
         return scores.argmax(-1)
 
     def take(self, token: int) -> bool:

@@ -1,9 +1,9 @@
 """Attention of one query per row over quantised slots, whose codes are read as they are stored.
 
 Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory: the
-first launch decodes codes in registers. Each of its programs leaves the logits of its part, their
-maximum, the sum of exponentials and the mean of its values. Keys and values may have different
-forms.
+first launch turns codes into numbers in registers. Each of its programs leaves the logits of its
+part, their maximum, the sum of exponentials and the mean of its values. Keys and values may have
+different forms.
 
 Codes are loaded 16 bytes a thread, and are words of two bytes from there on: matrix units are fed
 with words of that size. Each thread takes the codes of a word apart by shifts, and each place in a
@@ -16,12 +16,14 @@ to its weight. Where groups of channels have scales (int4), a tile has a line fo
 which the query is 0 in other groups' channels.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.driver import driver
 
 from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import dense, softmax_step, tile_edge, width
@@ -42,6 +44,8 @@ class Layout(NamedTuple):
         lines: of a tile, at least as many as there are groups in a half.
         fp8: whether codes are e4m3.
         shift: what scales have to be multiplied with.
+        paired: whether two words are decoded at once.
+        assembly: what does so, for each place in a word.
     """
 
     dim: int
@@ -52,14 +56,63 @@ class Layout(NamedTuple):
     lines: int
     fp8: bool
     shift: float
+    paired: bool
+    assembly: tuple[str, ...]
 
 
-def lay_out(form: str, dim: int, codes: Tensor, scales: Tensor) -> Layout:
+@functools.cache
+def has_pairs(device: torch.device) -> bool:
+    """Whether kernels run on a GPU whose instructions for pairs of bfloat16 are known here."""
+    if not isinstance(attend_codes_part_kernel, triton.JITFunction):
+        return False  # interpreted
+    target = driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 80
+
+
+@functools.cache
+def assemble(form: str, dtype: torch.dtype) -> tuple[str, ...]:
+    """Write PTX that turns two words into two numbers of 16 bits, for each place in a word.
+
+    Low bits of 128 in bfloat16, and of 1024 in float16, count ones, and the zero is subtracted from
+    them. Of int8 the highest bit stands for -128: with it, the zero is 128 larger in both types.
+    Bits of e4m3 are moved to their places, and in bfloat16 make up for its larger exponents.
+    """
+    brain = dtype == torch.bfloat16
+    pair, ones, minus = ("bf16x2", 0x4300, 0xBF80) if brain else ("f16x2", 0x6400, 0xBC00)
+    if form == "fp8":
+        right, bits, times = (4, 0x07F0, 0x7780) if brain else (1, 0x3F80, 0x3C00)
+        template = (
+            f"shl.b32 a, $1, {{left}}; shr.b32 b, a, {right}; and.b32 a, a, {_twice(0x8000)}; "
+            f"and.b32 b, b, {_twice(bits)}; or.b32 a, a, b; "
+            f"mov.b32 b, {_twice(times)}; mov.b32 c, {_twice(0x8000)}; fma.rn.{pair} $0, a, b, c;"
+        )
+    else:
+        bits, sign, zero = (0xF, 0, ones | 8) if form == "int4" else (0x7F, 0x80, ones)
+        template = (
+            f"shr.b32 b, $1, {{right}}; mov.b32 c, {_twice(ones)}; "
+            f"lop3.b32 a, b, {_twice(bits)}, c, 0xEA; "  # b & bits | c
+            f"mov.b32 c, {_twice(zero)}; lop3.b32 b, b, {_twice(sign)}, c, 0xEA; "
+            f"mov.b32 c, {_twice(minus)}; fma.rn.{pair} $0, b, c, a;"
+        )
+    halves = (0, 1) if form == "int4" else (0,)
+    moves = [
+        {"left": 8 - 8 * byte, "right": 4 * half + 8 * byte} for half in halves for byte in (0, 1)
+    ]
+    return tuple("{ .reg .b32 a, b, c; " + template.format(**move) + " }" for move in moves)
+
+
+def _twice(bits: int) -> str:
+    return f"0x{bits:04X}{bits:04X}"
+
+
+def lay_out(form: str, dim: int, codes: Tensor, scales: Tensor, query: Tensor) -> Layout:
     """Find how codes lie, with no more lines than they need."""
     halves, words, groups = 1 + (form == "int4"), codes.shape[-1] // 2, scales.shape[-1]
     lines = triton.next_power_of_2(triton.cdiv(groups, halves))
-    shift = FP8_SHIFT if form == "fp8" else 1.0
-    return Layout(dim, halves, words, width(words), groups, lines, form == "fp8", shift)
+    paired = query.element_size() == 2 and has_pairs(query.device)
+    assembly = assemble(form, query.dtype) if paired else ()
+    of_groups = groups, lines, form == "fp8", FP8_SHIFT if form == "fp8" else 1.0
+    return Layout(dim, halves, words, width(words), *of_groups, paired, assembly)
 
 
 @triton.jit
@@ -77,6 +130,10 @@ def decode(words, HALF, BYTE, CODES: tl.constexpr, dtype: tl.constexpr):
 
     The bits of e4m3, seven places up, are a float16 whose exponent is too small by 8.
     """
+    if CODES.paired:
+        assembly: tl.constexpr = CODES.assembly[2 * HALF + BYTE]
+        bits = tl.inline_asm_elementwise(assembly, "=r,r", [words], tl.int16, True, 2)
+        return bits.to(dtype, bitcast=True)
     if CODES.halves == 2:
         return (((words >> (8 * BYTE + 4 * HALF)) & 15) - 8).to(dtype)
     high = words << (8 - 8 * BYTE)
@@ -104,7 +161,7 @@ def load_scales(scales, slots, stride, limit, CODES: tl.constexpr):
         groups = first + tl.arange(0, CODES.lines)[:, None]
         there = (slots < limit)[None, :] & (groups < CODES.groups)
         places = slots.to(tl.int64)[None, :] * stride + groups
-        loaded += (tl.load(scales + places, mask=there, other=0.0),)
+        loaded += (tl.load(scales + places, mask=there, other=0.0),)  # type: ignore[assignment]
     return loaded
 
 
@@ -176,7 +233,7 @@ def attend_codes_part_kernel(
         there = (rows % SHARE_WIDTH < share) & (columns < KEY.words)
         there &= lines == rows // SHARE_WIDTH
         numbers = query + rows % SHARE_WIDTH * query_head + channels
-        tiles += (tl.load(numbers, mask=there, other=0.0),)
+        tiles += (tl.load(numbers, mask=there, other=0.0),)  # type: ignore[assignment]
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
@@ -186,7 +243,7 @@ def attend_codes_part_kernel(
     VALUE_WIDTH: tl.constexpr = VALUE.width
     means = ()
     for _ in tl.static_range(2 * VALUE_HALVES):
-        means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)
+        means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)  # type: ignore[assignment]
     stop = tl.minimum((part + 1) * split, slots)
     places = part * split + tl.arange(0, KEYS)
     next_key_scales = load_scales(key_scales, places, key_scales_row, stop, KEY)
@@ -234,7 +291,7 @@ def attend_codes_part_kernel(
             for byte in tl.static_range(2):
                 codes = decode(words, half, byte, VALUE, dtype)
                 added = tl.dot(scaled, codes, input_precision="ieee") * largest
-                updated += (means[2 * half + byte] * shrink + added,)
+                updated += (means[2 * half + byte] * shrink + added,)  # type: ignore[assignment]
         means = updated
         places = ahead
 
@@ -296,10 +353,15 @@ def attend_codes(
     share = heads // key_heads
     parts = allocate_parts(query, slots, value_dim)
     stored = query if positions is None else dense(positions)
-    given = ((head_dim, *codes[:2]), (value_dim, *codes[2:]))
-    layouts = [lay_out(form, *each) for form, each in zip(forms, given, strict=True)]
+    layouts = [
+        lay_out(forms[0], head_dim, codes[0], codes[1], query),
+        lay_out(forms[1], value_dim, codes[2], codes[3], query),
+    ]
     members = max(triton.next_power_of_2(share), _ROWS // max(each.lines for each in layouts))
     layouts = [each._replace(lines=max(each.lines, _ROWS // members)) for each in layouts]
+    rows = members * layouts[1].lines
+    if rows < 64:  # warps that share rows, fewer than they need, would all decode all codes
+        layouts[1] = layouts[1]._replace(width=max(layouts[1].width, 2 * rows))
     with torch.cuda.device_of(query):
         attend_codes_part_kernel[(batch * key_heads, parts.count)](
             query,

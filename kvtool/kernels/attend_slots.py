@@ -1,16 +1,23 @@
 """Attention of one query per row over the slots, and what it adds to the statistics beside them.
 
-Two launches. The first splits the slots of a head among programs, so that a long cache keeps a GPU
-busy at batch 1. Each leaves its logits, their maximum, the sum of exponentials and the mean of its
-values. The second joins the parts, and while it turns logits into weights adds them to the running
-sums of the policy. Nothing is read twice but the logits, which are small beside keys and values.
+Two launches. The first splits the slots of a head among programs, so that a cache of a few hundred
+slots keeps a GPU busy at batch 1. Each leaves its logits, their maximum, the sum of exponentials
+and the mean of its values. The second joins the parts, and while it turns logits into weights adds
+them to the running sums of the policy. Nothing is read twice but the logits, which are small beside
+keys and values.
+
+The first launch may also write the token that asks: the program whose part holds its slot uses its
+key and value from registers, and stores them.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtool.kernels.choose_slot import Choice, choose_by_values
 from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import (
     dense,
@@ -21,6 +28,7 @@ from kvtool.kernels.tiles import (
     tile_edge,
     width,
 )
+from kvtool.maths.columns import COLUMNS
 
 
 @triton.jit(do_not_specialize=["capacity", "slots", "split"])
@@ -30,6 +38,14 @@ def attend_part_kernel(
     value,
     positions,
     chosen,
+    new_key,
+    new_value,
+    new_position,
+    new_slot,
+    attention_sum,
+    square_sum,
+    count,
+    above_average,
     logits,
     part_mean,
     part_top,
@@ -47,6 +63,13 @@ def attend_part_kernel(
     stored_head,
     chosen_batch,
     chosen_head,
+    new_key_batch,
+    new_key_head,
+    new_value_batch,
+    new_value_head,
+    new_position_batch,
+    sums_batch,
+    sums_head,
     lists,
     share,
     key_share,
@@ -65,8 +88,18 @@ def attend_part_kernel(
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     CHOSEN: tl.constexpr,
+    COUNTED: tl.constexpr,
+    WRITES: tl.constexpr,
+    APPENDS: tl.constexpr,
+    ATTENTION_SUM: tl.constexpr,
+    SQUARE_SUM: tl.constexpr,
+    COUNT: tl.constexpr,
+    ABOVE_AVERAGE: tl.constexpr,
 ):
-    """Attend to one part of a list of slots by the queries that share the list."""
+    """Attend to one part of a list of slots by the queries that share the list.
+
+    Where it writes, each head of keys has one list.
+    """
     own = tl.program_id(0) % lists
     batch = (tl.program_id(0) // lists).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -80,31 +113,76 @@ def attend_part_kernel(
     tile = load_tile(query, members, query_head, share, DIM, DIM_WIDTH)
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
 
+    stop = tl.minimum((part + 1) * split, slots)
+    if WRITES:
+        slot = tl.load(new_slot + batch * lists + own)
+        position = tl.load(new_position + batch * new_position_batch).to(tl.int32)
+        head = own.to(tl.int64)
+        columns, value_columns = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
+        key_row_new = tl.load(
+            new_key + batch * new_key_batch + head * new_key_head + columns,
+            mask=columns < DIM,
+            other=0.0,
+        )
+        value_row_new = tl.load(
+            new_value + batch * new_value_batch + head * new_value_head + value_columns,
+            mask=value_columns < VALUE_DIM,
+            other=0.0,
+        )
+        if (slot >= part * split) & (slot < stop):
+            tl.store(key + slot * key_row + columns, key_row_new, mask=columns < DIM)
+            tl.store(
+                value + slot * value_row + value_columns,
+                value_row_new,
+                mask=value_columns < VALUE_DIM,
+            )
+            tl.store(positions + slot, position)
+            place = batch * sums_batch + head * sums_head + slot
+            if ATTENTION_SUM:
+                tl.store(attention_sum + place, 0.0)
+            if SQUARE_SUM:
+                tl.store(square_sum + place, 0.0)
+            if COUNT:
+                tl.store(count + place, 0.0)
+            if ABOVE_AVERAGE:
+                tl.store(above_average + place, 0.0)
+        if APPENDS and not COUNTED:
+            stop = tl.minimum(stop, slot.to(tl.int32) + 1)  # slots behind the new one are empty
+
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
     seen = tl.zeros((KEYS,), tl.float32)
     mean = tl.zeros((SHARE_WIDTH, VALUE_WIDTH), tl.float32)
-    stop = tl.minimum((part + 1) * split, slots)
     for low in range(part * split, stop, KEYS):
         places = low + tl.arange(0, KEYS)
         stored = places < stop
         if MASKED:
-            stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
+            held = tl.load(positions + places, mask=stored, other=-1)
+            if WRITES:
+                held = tl.where(stored & (places == slot), position, held)
+            stored = stored & (held >= 0)
+        if APPENDS:
+            stored = stored & (places <= slot)
         rows = places
         if CHOSEN:
             rows = tl.load(chosen + places, mask=places < stop, other=capacity)
         limit = capacity if CHOSEN else stop
         keys = load_tile(key, rows, key_row, limit, DIM, DIM_WIDTH)
+        if WRITES:
+            keys = tl.where((places == slot)[:, None], key_row_new[None, :], keys)
         found = logits_of(tile, keys, scale, softcap, CAPPED)
         found = tl.where(stored[None, :], found, float("-inf"))
-        tl.store(
-            logits + line[:, None] * slots + places[None, :],
-            found,
-            mask=(members < share)[:, None] & (places < stop)[None, :],
-        )
+        if COUNTED:
+            tl.store(
+                logits + line[:, None] * slots + places[None, :],
+                found,
+                mask=(members < share)[:, None] & (places < stop)[None, :],
+            )
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
         values = load_tile(value, rows, value_row, limit, VALUE_DIM, VALUE_WIDTH)
+        if WRITES:
+            values = tl.where((places == slot)[:, None], value_row_new[None, :], values)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
@@ -125,6 +203,27 @@ def attend_part_kernel(
     )
 
 
+class NewToken(NamedTuple):
+    """A decoded token that attention also writes.
+
+    Attributes:
+        key, value: (batch, kv_heads, 1, dim).
+        place: (batch or 1,) int64, its position; -1: an entry has padding instead.
+        slot: (batch, kv_heads) int64, where it goes, contiguous. Where tokens are appended, all
+            slots behind it are empty, and it is raised by one. With a choice, the slot that the
+            next token takes is written there.
+        appends: whether tokens are appended.
+        choice: how the next slot is chosen; None: it is not.
+    """
+
+    key: Tensor
+    value: Tensor
+    place: Tensor
+    slot: Tensor
+    appends: bool
+    choice: Choice | None = None
+
+
 def attend_slots(
     query: Tensor,
     key: Tensor,
@@ -138,6 +237,8 @@ def attend_slots(
     valid: Tensor | None = None,
     weights: bool = False,
     chosen: Tensor | None = None,
+    masked: bool = True,
+    new: NewToken | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend one query per batch entry over the slots, and count its weights in place.
 
@@ -152,6 +253,9 @@ def attend_slots(
         chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order. Then
             `positions` are by place in these lists, -1 = nothing is read, and the sums and the
             weights have `count` in place of slots.
+        masked: whether some of the slots may be empty, where `positions` are given.
+        new: the token that asks, to be written before; then positions are given, and its place says
+            where a row is padding.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
@@ -163,9 +267,14 @@ def attend_slots(
     lists = key_heads if chosen is None else chosen.shape[1]
     slots = capacity if chosen is None else chosen.shape[2]
     share = heads // lists
-    parts = allocate_parts(query, slots, value_dim)
+    counted = bool(sums) or weights
+    parts = allocate_parts(query, slots, value_dim, counted=counted)
     stored = query if positions is None else dense(positions)
     listed = query if chosen is None else dense(chosen)
+    new_key, new_value, place = query, query, query
+    if new is not None:
+        new_key, new_value, place = dense(new.key), dense(new.value), new.place
+    stride = next((total.stride() for total in sums.values()), (0, 0, 1))
     with torch.cuda.device_of(query):
         attend_part_kernel[(batch * lists, parts.count)](
             query,
@@ -173,7 +282,12 @@ def attend_slots(
             value,
             stored,
             listed,
-            parts.logits,
+            new_key,
+            new_value,
+            place,
+            query if new is None else new.slot,
+            *(sums.get(name, query) for name in COLUMNS),
+            query if parts.logits is None else parts.logits,
             parts.mean,
             *parts.numbers,
             *query.stride()[:2],
@@ -181,6 +295,10 @@ def attend_slots(
             *value.stride()[:3],
             *stored.stride()[:2],
             *listed.stride()[:2],
+            *new_key.stride()[:2],
+            *new_value.stride()[:2],
+            place.stride(0) if len(place) > 1 else 0,
+            *stride[:2],
             lists,
             share,
             heads // key_heads,
@@ -197,9 +315,29 @@ def attend_slots(
             SHARE_WIDTH=width(share),
             KEYS=tile_edge(key, value, rows=width(share)),
             CAPPED=softcap is not None,
-            MASKED=positions is not None,
+            MASKED=positions is not None and masked,
             CHOSEN=chosen is not None,
+            COUNTED=counted,
+            WRITES=new is not None,
+            APPENDS=new is not None and new.appends,
+            **{name.upper(): name in sums for name in COLUMNS},
         )
-    return join_parts(
-        parts, value.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights
+    choice = None if new is None else new.choice
+    by_values = choice is not None and choice.rescore != ""
+    moves = new is not None and (new.appends or (choice is not None and not by_values))
+    joined = join_parts(
+        parts,
+        value.dtype,
+        sums,
+        key_heads,
+        sinks=sinks,
+        valid=new.place if new is not None and masked else valid,
+        weights=weights,
+        slot=new.slot if new is not None and moves else None,
+        positions=positions,
+        choice=None if by_values else choice,
     )
+    if new is not None and positions is not None and choice is not None and by_values:
+        own = sums[choice.score]
+        choose_by_values(own, value, positions, new.slot, choice, padded=masked)
+    return joined

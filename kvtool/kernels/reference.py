@@ -16,9 +16,10 @@ from kvtool.maths.attention import (
     visible_keys,
     weighted_values,
 )
-from kvtool.maths.columns import add_columns
+from kvtool.maths.columns import COLUMNS, add_columns
 from kvtool.maths.estimates import take_rows
 from kvtool.maths.quantise import from_fp8, from_int4, from_int8
+from kvtool.maths.selection import lowest
 
 _DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 
@@ -130,6 +131,78 @@ def attend_slots(
         visible = None if positions is None else (positions >= 0)[:, :, None]
         add_columns(sums, group_queries(full, kv_heads), visible, valid)
     return out, full[:, :, 0] if weights else None
+
+
+def decode_token(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    slot: Tensor,
+    *given: Tensor | None,
+    used: int,
+    masked: bool,
+    weights: bool,
+    appends: bool,
+    score: str,
+    rescore: str,
+    recent: int,
+    first: int,
+    budget: int,
+    **how: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what `kvtool.kernels.decode_token.decode_token` does."""
+    columns = dict(zip(COLUMNS, given, strict=False))
+    new_key, new_value, place, sinks, seen, budgets = given[len(COLUMNS) :]
+    sums = {name: each for name, each in columns.items() if each is not None}
+    at = slot[..., None]
+    assert new_key is not None, "there is a new token"
+    assert new_value is not None, "with a value"
+    assert place is not None, "and a position"
+    for buffer, new in ((key, new_key), (value, new_value)):
+        buffer.scatter_(2, at[..., None].expand_as(new), new.to(buffer.dtype))
+    positions.scatter_(2, at, place.to(positions.dtype)[:, None, None].expand_as(at))
+    for total in sums.values():
+        total.scatter_(2, at, 0.0)
+    shown = positions[:, :, :used]
+    out, found = attend_slots(
+        query,
+        key[:, :, :used],
+        value[:, :, :used],
+        shown if masked or appends else None,
+        {name: total[:, :, :used] for name, total in sums.items()},
+        sinks=sinks,
+        valid=place >= 0 if masked else None,
+        weights=weights,
+        **how,
+    )
+    if appends:
+        slot += 1
+    elif score and seen is not None:
+        allowed = budget if budgets is None else budgets[:, None, None]
+        numbers = shown.float() if score == "position" else sums[score][:, :, :used]
+        if rescore:
+            numbers = _output_change(numbers, value[:, :, :used], shown, rescore == "fastcaote")
+        newest = allowed // 2 if recent < 0 else recent
+        protected = (shown >= seen[:, None, None] - newest) | (shown < first)
+        if masked:
+            over, empty = (shown >= 0).sum(-1, keepdim=True) > allowed, shown < 0
+            numbers = numbers.masked_fill(empty & ~over, float("-inf"))
+            protected = (protected | empty) & over
+        slot.copy_(lowest(numbers, shown, protected))
+    return out, found
+
+
+def _output_change(scores: Tensor, value: Tensor, positions: Tensor, equal: bool) -> Tensor:
+    """Compute how far the output moves without each slot, by shares of the scores."""
+    stored = positions >= 0
+    scores, held = scores.masked_fill(~stored, 0), stored.sum(-1, keepdim=True)
+    even = stored / held
+    total = scores.sum(-1, keepdim=True)
+    share = torch.where(total > 0, scores / total, even)
+    mean = (even if equal else share).unsqueeze(2) @ value.float()
+    change = share / (1 - share) * (value.float() - mean).norm(dim=-1)
+    return change.masked_fill(1 - share < 1e-6, float("inf"))
 
 
 def attend_codes(

@@ -85,8 +85,10 @@ def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr)
 
 @triton.jit
 def add_to(base, places, numbers, there):
-    """Add numbers to a row in memory, where it is there."""
-    tl.store(base + places, tl.load(base + places, mask=there, other=0.0) + numbers, mask=there)
+    """Add numbers to a row in memory, where it is there, and return the sums."""
+    sums = tl.load(base + places, mask=there, other=0.0) + numbers
+    tl.store(base + places, sums, mask=there)
+    return sums
 
 
 @triton.jit

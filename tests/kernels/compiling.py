@@ -10,6 +10,7 @@ python -m tests.kernels.compiling 80 bf16 wide long
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass
 
@@ -24,12 +25,15 @@ from kvtool.kernels.attend_rows import attend_rows
 from kvtool.kernels.attend_slots import attend_slots
 from kvtool.kernels.checks import CODES, QUANTISED
 from kvtool.kernels.column_sums import column_sums
+from kvtool.kernels.decode_token import decode_token
 from kvtool.kernels.read_tables import page_scores, row_product
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
 
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}
 """KiB that a program may take, by capability."""
+
+THREADS = 128  # of a program, by default
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -105,6 +109,8 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     counted = decode | {"valid": torch.ones(batch, dtype=torch.bool), "weights": True}
     masked, wanted = (None, decode) if case.plain else (stored, counted)
     attend_slots(token, key, value, masked, sums, **wanted)
+    if case.cached == case.shown:
+        decode_tokens(case, token, key, value, stored, sums, sinks)
     for of_keys, of_values in CODES:
         if "int4" in (of_keys, of_values) and (case.dim % GROUP or case.value_dim % GROUP):
             continue
@@ -121,8 +127,52 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     row_product(grouped[..., :16], bounds, rows, total)
 
 
+def decode_tokens(case, query, key, value, positions, sums, sinks) -> None:
+    """A decoded token in each form: appended, or in place of one that is chosen."""
+    batch, heads, slots = positions.shape
+    slot, place = torch.zeros(2, batch, heads, dtype=torch.int64)
+    new_key, new_value = key[:, :, :1], value[:, :, :1]
+    columns = [sums.get(name) for name in COLUMNS]
+    padded = not case.plain
+    budgets = torch.zeros(batch, dtype=torch.int64) if padded else None
+    forms = [(True, "", ""), (False, "attention_sum", ""), (False, "position", "")]
+    forms += [(False, "attention_sum", "caote"), (False, "attention_sum", "fastcaote")]
+    for appends, score, rescore in forms:
+        own = columns if score != "position" and not appends else [None] * len(columns)
+        decode_token(
+            query,
+            *(key, value, positions, slot, *own, new_key, new_value, place[:, 0], sinks),
+            *(place[:, 0], budgets),
+            used=slots,
+            scale=0.1,
+            softcap=None if case.plain else 30.0,
+            masked=padded,
+            weights=False,
+            appends=appends,
+            score=score,
+            rescore=rescore,
+            recent=-1,
+            first=0,
+            budget=slots - 1,
+        )
+
+
+def loads_of_codes(ptx: str, *, KEY, VALUE, KEYS: int, **_) -> dict[str, object]:
+    """Count 16-byte loads of a thread, and how many there are if all codes are loaded so.
+
+    A loop loads tiles of keys and of values in three places: two ahead of it, and one inside.
+    """
+    words = [KEYS * layout.width for layout in (KEY, VALUE)]
+    return {
+        "dims": (KEY.dim, VALUE.dim),
+        "wide": len(re.findall(r"cp\.async\.cg\.shared\.global[^;]*, 0x10,", ptx)),
+        "all": 3 * sum(max(1, count // (8 * THREADS)) for count in words),
+    }
+
+
 def main(arch: str, dtype: str, *cases: str) -> None:
     found: dict[str, int] = {}
+    loads: list[dict[str, object]] = []
     run = JITFunction.run
 
     def compile_only(self, *args, grid, warmup, **kwargs):
@@ -132,13 +182,15 @@ def main(arch: str, dtype: str, *cases: str) -> None:
         assert max(*grid[1:], 0, 0) < 2**16
         name = self.fn.__name__
         found[name] = max(found.get(name, 0), compiled.metadata.shared)
+        if name == "attend_codes_part_kernel":
+            loads.append(loads_of_codes(compiled.asm["ptx"], **kwargs))
 
     tiles.shared_memory = lambda device: SHARED[int(arch)] * 1024
     JITFunction.run = compile_only
     driver.set_active(NoDevice(int(arch)))
     for case in cases:
         call_kernels(CASES[case], DTYPES[dtype])
-    sys.stdout.write(json.dumps(found))
+    sys.stdout.write(json.dumps({"shared": found, "loads": loads}))
 
 
 if __name__ == "__main__":

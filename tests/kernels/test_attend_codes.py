@@ -17,7 +17,7 @@ from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
 
 pytest.importorskip("triton")
 
-from kvtool.kernels.attend_codes import attend_codes
+from kvtool.kernels.attend_codes import assemble, attend_codes
 
 DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 forms = pytest.mark.parametrize("forms", CODES, ids="-".join)
@@ -108,6 +108,18 @@ def test_every_form_with_padding_sinks_and_a_soft_cap(forms, dtype):
     compare(forms, Sizes(2, 1, 2, 4, 70, 1, 96, 32, dtype, True, None, 3.0, True, 3), COLUMNS, True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("share", [1, 4, 7, 8, 16])
+@forms
+@pytest.mark.few(2)
+def test_groups_of_queries_share_tiles_of_every_width(forms, share, dim, dtype):
+    """Of 70 slots, one tile is full and one is not."""
+    compare(
+        forms, Sizes(1, 1, 1, share, 69, 1, dim, dim, dtype, True, None, 9.0, True, 3), [], True
+    )
+
+
 @pytest.mark.parametrize("forms", [("int8", "int8"), ("int4", "int4")], ids="-".join)
 @pytest.mark.few(1)
 def test_long_caches_are_split_and_joined(forms, monkeypatch):
@@ -121,10 +133,13 @@ def test_long_caches_are_split_and_joined(forms, monkeypatch):
 
 def in_full(forms, query, codes, visible=None):
     """Weights and output of attention over keys and values that are dequantised first."""
-    key, value = (DEQUANTISED[forms[i]](*codes[2 * i : 2 * i + 2]) for i in (0, 1))
-    grouped = group_queries(query, key.shape[1])
+    pairs = codes[:2], codes[2:]
+    key, value = (
+        DEQUANTISED[form](*pair).double() for form, pair in zip(forms, pairs, strict=True)
+    )
+    grouped = group_queries(query.double(), key.shape[1])
     weights = attention_weights(grouped, key, scale=query.shape[-1] ** -0.5, visible=visible)
-    return weights, weighted_values(weights, value)
+    return weights.float(), weighted_values(weights, value).float()
 
 
 @pytest.mark.few(1)
@@ -187,6 +202,63 @@ def test_nibbles_stand_in_their_channels_beside_their_scales():
     channels = [byte & 15 for byte in numbers] + [byte >> 4 for byte in numbers]
     expected = [(code - 8) * scales[i // 32] for i, code in enumerate(channels)]
     assert one_slot("int4", numbers, scales, 96) == expected
+
+
+def halves_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in each half of a register, the lower first."""
+    both = torch.stack([numbers & 0xFFFF, numbers >> 16])
+    return both.to(torch.uint16).view(dtype).double()
+
+
+def run_ptx(text: str, argument: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Run the few instructions that decode a register with two words, on a CPU."""
+    registers = {"$1": argument}
+    for line in text.split("c; ", 1)[1].removesuffix(" }").split(";")[:-1]:
+        name, target, *operands = line.replace(",", "").split()
+        a, *rest = (
+            registers[each] if each in registers else torch.tensor(int(each, 0))
+            for each in operands
+        )
+        match name.split(".")[0]:
+            case "mov":
+                found = a.expand_as(argument)
+            case "shl":
+                found = (a << rest[0]) & 0xFFFFFFFF
+            case "shr":
+                found = a >> rest[0]
+            case "and":
+                found = a & rest[0]
+            case "or":
+                found = a | rest[0]
+            case "lop3":
+                assert rest[2] == 0xEA
+                found = (a & rest[0]) | rest[1]
+            case "fma":
+                assert name == f"fma.rn.{'bf16x2' if dtype == torch.bfloat16 else 'f16x2'}"
+                a, b, c = (halves_of(each, dtype) for each in (a, *rest))
+                return (a * b + c).to(dtype)
+        registers[target] = found
+    raise AssertionError("the last instruction gives the numbers")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4"])
+def test_assembly_decodes_every_word_exactly(form, dtype):
+    words = torch.arange(2**16)
+    other = words.flip(0)
+    places = assemble(form, dtype)
+    assert len(places) == (4 if form == "int4" else 2)
+    for place, text in enumerate(places):
+        found = run_ptx(text, words | other << 16, dtype).tolist()
+        for numbers, read in zip(found, (words, other), strict=True):
+            byte = (read >> 8 * (place % 2) & 255).tolist()
+            if form == "fp8":
+                real = [i for i, each in enumerate(byte) if each & 127 != 127]  # two are NaN
+                assert [numbers[i] * 256 for i in real] == [e4m3(byte[i]) for i in real]
+            elif form == "int8":
+                assert numbers == [each - 256 * (each > 127) for each in byte]
+            else:
+                assert numbers == [(each >> 4 * (place // 2) & 15) - 8 for each in byte]
 
 
 # ---- what must not matter

@@ -9,12 +9,13 @@ import pytest
 
 pytest.importorskip("triton")
 
+from kvtool.kernels.checks import CODES
 from tests.kernels.compiling import SHARED
 
 CASES = ("usual", "ones", "plain", "mla", "narrow", "96", "wide")
 
 
-def check(arch: int, dtype: str, *cases: str) -> None:
+def compile_kernels(arch: int, dtype: str, *cases: str) -> dict:
     """In a process of its own, which does not interpret."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compiling", str(arch), dtype, *cases],
@@ -23,9 +24,23 @@ def check(arch: int, dtype: str, *cases: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) == 7
+    return json.loads(done.stdout)
+
+
+def check(arch: int, dtype: str, *cases: str) -> None:
+    found = compile_kernels(arch, dtype, *cases)["shared"]
+    assert len(found) == 8
     assert max(found.values()) <= SHARED[arch] * 1024, found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("arch", [80, 90])
+def test_codes_are_loaded_16_bytes_a_thread(arch):
+    """Also those of int4 with 64 channels, whose 32 bytes are two loads."""
+    loads = compile_kernels(arch, "bf16", "narrow", "96", "plain")["loads"]
+    assert len(loads) == 3 * len(CODES)
+    for load in loads:
+        assert load["wide"] == load["all"], load
 
 
 @pytest.mark.exhaustive

@@ -226,6 +226,17 @@ class SlotBuffers(SlotMemory):
             for name, part in new.items():
                 self.stored[name].scatter_(2, index.expand_as(part), part)
 
+    def next_slot(self) -> Tensor:
+        """Return where a kernel is to write the next token: (batch, kv_heads) int64.
+
+        The kernel raises a reserved slot by one; in place of others a policy chooses the next.
+        """
+        if self.reserved is not None:
+            return self.reserved.next
+        assert self.reuse_slot is not None, "shapes are fixed"
+        self.ordered = False
+        return self.reuse_slot
+
     @torch.no_grad()
     def place(self, position: int | Tensor) -> None:
         """Note the position of the token that `write` has just written.

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+class Unwritten(NamedTuple):
+    """A decoded token that the kernel which attends it is to write.
+
+    Attributes:
+        key, value: (batch, kv_heads, 1, dim).
+        place: (batch or 1,) its position, -1 for padding; None: it is not counted yet.
+    """
+
+    key: Tensor
+    value: Tensor
+    place: Tensor | None = None
 
 
 class Addresses:

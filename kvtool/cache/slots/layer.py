@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionLayer
 
 from kvtool.cache.slots.buffers import Ragged, SlotBuffers, Slots
-from kvtool.cache.slots.counts import TokenCounts
+from kvtool.cache.slots.counts import TokenCounts, Unwritten
 from kvtool.cache.slots.part import Part, Parts
 from kvtool.cache.slots.sizing import ByteMeter, Growth, LayerBudget, Sizing
 from kvtool.cache.slots.slot_form import Form, make_form
@@ -36,7 +36,8 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
             empty then. None: they hold equally many.
         pairs_read: keys and values that the last decoded token has read, per KV head.
         attends_codes: whether decoded tokens attend to codes, which no model looks at in between.
-        unattended: whether tokens have been taken in that are not attended yet.
+        unattended: whether tokens have been taken in that are not attended yet, or a token that is
+            written as it is attended.
 
     What a layer holds is copied deeply when its cache is; only keys and values are not, where the
     copy is one to go back to.
@@ -73,7 +74,7 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         self.count_from(0, None)
         self.budget = LayerBudget()
         self.pairs_read: float = 0
-        self.unattended = False
+        self.unattended: bool | Unwritten = False
 
     def _give_back(self) -> None:
         for each in self.stores:
@@ -135,8 +136,34 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         self.unattended = True
         if self.ragged is not None:
             return key, value
-        self.slots.write(key, value, static=self.seen_device is not None)
+        if self.seen_device is not None and self.parts.kernel and self._kernel_writes:
+            self.unattended = Unwritten(key, value)
+        else:
+            self.slots.write(key, value, static=self.seen_device is not None)
         return self.slots.attended(as_codes=self.attends_codes)
+
+    @property
+    def _kernel_writes(self) -> bool:
+        """Whether the kernel that attends a decoded token may write it.
+
+        Nothing else may see it before, and of numbers beside slots it knows columns of attention.
+        """
+        early = self.parts.attends is not None or self.parts.at["place"] or self.policy.sees_hidden
+        return (
+            self.form.codec is None and not early and {*self.slots.state} == {*self.policy.columns}
+        )
+
+    def take_unwritten(self) -> Unwritten | None:
+        """Take the token that is still to be written; None: there is none."""
+        new, self.unattended = self.unattended, False
+        return new if isinstance(new, Unwritten) else None
+
+    def write_unwritten(self) -> None:
+        """Write the token that a kernel was to write, where none attends it."""
+        new = self.take_unwritten()
+        if new is not None and new.place is not None:
+            self.slots.write(new.key, new.value, static=True)
+            self.slots.place(new.place)
 
     @property
     def is_croppable(self) -> bool:
@@ -281,14 +308,17 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         Args:
             positions: (batch, 1), -1 where a batch entry has padding instead; None: none has.
         """
-        self.unattended = False
+        new, self.unattended = self.unattended, False
         slots = self.slots
         self.pairs_read = slots.used
         if slots.grouped and self.lengths is None:  # the group has placed the token already
             self.seen += 1
             return
         position = self.count_token(positions)
-        if self.ragged is None and not slots.grouped:
+        if isinstance(new, Unwritten):
+            assert isinstance(position, Tensor), "a static step counts on the device"
+            self.unattended = new._replace(place=position)
+        elif self.ragged is None and not slots.grouped:
             slots.place(position)
 
     def take_back_token(self) -> None:

@@ -323,6 +323,7 @@ class Parts(dict[str, Part]):
     Attributes:
         at: for each hook, the parts that define it.
         attends, by_head, later: the part that does this in place of the layer; None: there is none.
+        kernel: whether a kernel may attend the decoded tokens of static steps; None: not known yet.
     """
 
     def __init__(self, parts: Iterable[Part]) -> None:
@@ -331,6 +332,7 @@ class Parts(dict[str, Part]):
         self.attends: AttendsTokens | None = None
         self.by_head: CutsByHead | None = None
         self.later: CutsLater | None = None
+        self.kernel: bool | None = None
         for part in self.values():
             for hook in part.hooks:
                 self.at[hook] += (part,)
@@ -340,6 +342,10 @@ class Parts(dict[str, Part]):
                 self.by_head = part
             elif isinstance(part, CutsLater):
                 self.later = part
+
+    def allow_kernel(self, allowed: bool | None) -> None:
+        """Say whether a kernel may attend the decoded tokens of static steps."""
+        self.kernel = allowed
 
 
 REFUSALS = {

@@ -157,6 +157,7 @@ def _bucket(
     own = [part.for_heads(lanes) for part in layer.parts.values()]
     parts = [part for part in own if part is not None]
     bucket = SlotLayer(layer.index, layer.policy, parts=parts, meter=layer.sizing.meter)
+    bucket.parts.allow_kernel(layer.parts.kernel)
     bucket.begin_as(layer, len(entries))
     bucket.slots.set_form(form)
     bucket.set_budget(budget)

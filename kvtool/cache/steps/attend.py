@@ -18,7 +18,13 @@ from torch.nn import functional
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.slot_form import SLICE, CodedForm, Stored
-from kvtool.cache.steps.attend_triton import can_count, can_count_codes, count_slots
+from kvtool.cache.steps.attend_triton import (
+    can_count,
+    can_count_codes,
+    count_slots,
+    may_attend,
+    write_and_attend,
+)
 from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import AttendedToken, Call, StepContext
 from kvtool.cache.steps.view import decode_needs_rows, decode_rows
@@ -105,8 +111,22 @@ def _slices(stored: Stored) -> Iterator[tuple[slice, Stored]]:
 TRITON_DEVICES = frozenset({"cuda"})
 
 
+def note_kernel(layer: SlotLayer, call: Call) -> None:
+    """Find out, before a step is compiled, whether a kernel may attend a layer's decoded tokens."""
+    compiling = torch.compiler.is_compiling()
+    if call.query.device.type in TRITON_DEVICES and not (compiling or call.query.requires_grad):
+        layer.parts.allow_kernel(may_attend(layer, call))
+
+
 def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken:
     """Attend the slots in use by a token that is among them, by the kernel that fits."""
+    if layer.unattended:
+        if not needs_lse:
+            token = write_and_attend(layer, call)
+            if call.context.shares_kv:
+                _lend_slots(layer, call, visible_slots(layer), None)
+            return token
+        layer.write_unwritten()
     codes = layer.attends_codes
     for part in layer.parts.at["place"]:
         call = part.place(layer, call, None)
@@ -116,6 +136,8 @@ def attend_token(layer: SlotLayer, call: Call, needs_lse: bool) -> AttendedToken
         _lend_slots(layer, call, visible, stored)
     observed = layer.policy.needs_all_rows or decode_needs_rows(layer)
     counts = call.query.device.type in TRITON_DEVICES and not needs_lse
+    if counts and layer.seen_device is not None and layer.parts.kernel is None:
+        note_kernel(layer, call)
     if stored is not None:
         if counts and can_count_codes(layer, call):
             return count_slots(layer, call)

@@ -6,6 +6,7 @@ What it computes is what `explicit_block`, or explicit weights of a decoded toke
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from kvtool.cache.steps.view import decode_needs_rows, used_state
 from kvtool.kernels import trust
 from kvtool.kernels.checks import CODES, Family
 from kvtool.maths.attention import group_queries
+from kvtool.maths.columns import COLUMNS
 from kvtool.policies.evidence import AttentionRows
-from kvtool.policies.numbers import State
 from kvtool.policies.parts import Evidence
 
 
@@ -30,10 +31,15 @@ def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
     return not layer.policy.observes_rows and can_run(call, family, layer.window)
 
 
-def can_run(call: Call, family: Family, window: int | None = None) -> bool:
+def can_run(
+    call: Call, family: Family, window: int | None = None, *, operator: bool = False
+) -> bool:
     """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
+
+    Args:
+        operator: whether the kernels are asked as an operator of torch in a compiled step.
     """
     return not _plain_asked(call) and trust.usable(
         family,
@@ -43,6 +49,7 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
         softcap=call.softcap is not None,
         sinks=call.sinks is not None,
         window=window is not None and family is Family.ROWS,
+        operator=operator,
     )
 
 
@@ -58,14 +65,29 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
         return False  # what a shift adds to all products matters only there
     if layer.policy.observes_rows or call.place_keys is not None:
         return False
+    return bool(layer.parts.kernel) if torch.compiler.is_compiling() else _codes_usable(form, call)
+
+
+def _codes_usable(form: CodedForm, call: Call) -> bool:
+    value_dim = form.sample[1].shape[-1]
     return not _plain_asked(call) and trust.usable(
         CODES[form.kernel_forms],
         call.query,
-        group=call.query.shape[1] // layer.slots.kv_heads,
-        value_dim=layer.slots.form.sample[1].shape[-1],
+        group=call.query.shape[1] // call.raw_key.shape[1],
+        value_dim=value_dim,
         softcap=call.softcap is not None,
         sinks=call.sinks is not None,
     )
+
+
+def may_attend(layer: SlotLayer, call: Call) -> bool:
+    """Whether kernels can attend the decoded tokens of static steps, which are like this call."""
+    if layer.chunked or layer.policy.observes_rows or call.key is not call.raw_key:
+        return False
+    form = layer.slots.form
+    if isinstance(form, CodedForm):
+        return form.kernel_forms in CODES and _codes_usable(form, call)
+    return can_run(call, Family.SLOTS)
 
 
 def _plain_asked(call: Call) -> bool:
@@ -156,30 +178,83 @@ def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
     positions = slots.positions[:, :, : slots.used] if layer.masked else None
     valid = None if call.positions is None else call.positions >= 0
     ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
-    state = used_state(layer)
-    sums = {name: state[name] for name in layer.policy.columns}
     how = _how(call, len(call.query)) | {
         "valid": None if valid is None else valid[:, 0],
         "weights": ranked and decode_needs_rows(layer),
     }
     if layer.attends_codes:
-        out, weights = _over_codes(slots, call, positions, sums, how)
+        out, weights = _over_codes(slots, call, positions, layer.policy.columns, how)
     else:
         from kvtool.kernels.attend_slots import attend_slots
 
+        state = used_state(layer)
+        sums = {name: state[name] for name in layer.policy.columns}
         out, weights = attend_slots(call.query, call.key, call.value, positions, sums, **how)
+    return _counted(layer, out, weights, valid)
+
+
+def _counted(
+    layer: SlotLayer, out: Tensor, weights: Tensor | None, valid: Tensor | None
+) -> AttendedToken:
+    """Give the policy the weights, (batch, heads, slots), if it ranks by them."""
     if weights is None:
         return AttendedToken(out, counted=True)
+    slots, visible = layer.slots, None
+    if layer.masked:
+        visible = (slots.positions[:, :, : slots.used] >= 0)[:, :, None]
     grouped = weights.view(len(weights), slots.kv_heads, -1, 1, weights.shape[-1])
-    visible = None if positions is None else (positions >= 0)[:, :, None]
     return AttendedToken(out, rows=AttentionRows(grouped, visible, valid), counted=True)
 
 
+def write_and_attend(layer: SlotLayer, call: Call) -> AttendedToken:
+    """Attend a decoded token that is not written yet, in a static step: write and count it, too.
+
+    Where the policy's choice can be said in numbers, the slot of the next token is chosen as well.
+    """
+    from kvtool.kernels.decode_token import decode_token
+
+    slots, policy, new = layer.slots, layer.policy, layer.take_unwritten()
+    assert new is not None, "a token is to be written"
+    assert new.place is not None, "it is counted"
+    wanted = policy.ranking.evidence is Evidence.LAST_ROWS and decode_needs_rows(layer)
+    how = _how(call, len(call.query))
+    out, weights = decode_token(
+        call.query,
+        slots.keys,
+        slots.values,
+        slots.positions,
+        slots.next_slot(),
+        *(slots.state.get(name) for name in COLUMNS),
+        new.key,
+        new.value,
+        new.place,
+        how.pop("sinks"),
+        None,
+        None,
+        **how,
+        used=slots.used,
+        masked=layer.padded,
+        weights=wanted,
+        appends=slots.reserved is not None,
+        score="",
+        rescore="",
+        recent=0,
+        first=0,
+        budget=0,
+    )
+    valid = None if call.positions is None else call.positions >= 0
+    return _counted(layer, out, weights if wanted else None, valid)
+
+
 def _over_codes(
-    slots: SlotBuffers, call: Call, positions: Tensor | None, sums: State, how: dict[str, Any]
+    slots: SlotBuffers,
+    call: Call,
+    positions: Tensor | None,
+    columns: Collection[str],
+    how: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """Attend codes, by a query that is rotated as keys are; rotate the output back as values."""
-    from kvtool.kernels.attend_codes import attend_codes
+    from kvtool.kernels.decode_token import decode_codes
 
     form, stored = slots.form, slots.used_stored()
     assert isinstance(form, CodedForm), "these slots hold codes"
@@ -187,19 +262,24 @@ def _over_codes(
     if form.shifted or form.rotations[0] is not None:
         rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))
         query = rotated.flatten(1, 2).to(query.dtype)
-    out, found = attend_codes(
+    of_key, of_value = form.kernel_forms
+    out, found = decode_codes(
         query,
         stored["keys"],
         stored["key_scales"],
         stored["values"],
         stored["value_scales"],
         positions,
-        sums,
-        forms=form.kernel_forms,
-        value_dim=form.sample[1].shape[-1],
+        *(slots.state.get(name) if name in columns else None for name in COLUMNS),
+        how.pop("sinks"),
+        how.pop("valid"),
         **how,
+        key_form=of_key,
+        value_form=of_value,
+        value_dim=form.sample[1].shape[-1],
     )
-    return out if of_values is None else of_values.rotate_back(out).to(query.dtype), found
+    weights = found if how["weights"] else None
+    return out if of_values is None else of_values.rotate_back(out).to(query.dtype), weights
 
 
 def attend_chosen(
@@ -226,6 +306,10 @@ def attend_chosen(
 
     lists, how = slots.flatten(1, -2), _how(call, len(query))
     stands, there = (lists, lists.clamp(min=0)) if padded else (None, lists)
+    if torch.compiler.is_compiling():
+        from kvtool.kernels.operators import attend_chosen as operator
+
+        return operator(query, keys, values, stands, there, **how)
     return attend_slots(query, keys, values, stands, {}, chosen=there, **how)[0]
 
 

@@ -156,12 +156,14 @@ class AttendedToken:
         lse: the log-sum-exp (batch, heads of the attention, group, 1), if it is needed.
         rows: the weights, if the policy wants them.
         counted: whether they are in the numbers beside the slots already.
+        chosen: whether the slot that the next token takes is chosen already.
     """
 
     out: Tensor
     lse: Tensor | None = None
     rows: AttentionRows | None = None
     counted: bool = False
+    chosen: bool = False
 
 
 IMPLEMENTATION = "kvtool"  # what attention and masks are called in transformers' registries

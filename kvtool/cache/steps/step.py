@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import refusal
 from kvtool.cache.slots.ragged import RaggedBuffers
-from kvtool.cache.steps.attend import attend_token
+from kvtool.cache.steps.attend import attend_token, note_kernel
 from kvtool.cache.steps.attend_block import OwnBlock
 from kvtool.cache.steps.block import (
     Block,
@@ -67,6 +67,8 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     if call.context.unstored is not None:
         return call.context.unstored.attend(layer, call)
     if not decoding:
+        if layer.parts.kernel is None:
+            note_kernel(layer, call)
         block = call.context.block
         if block is None or call.q_len <= block:
             return _run_own(layer, call).out
@@ -94,7 +96,8 @@ def end_token(
             value = values_by_kv_head(layer, value)
         group.add(layer, value, token.rows, token.counted)
     else:
-        evict_after_token(layer, value, token.rows, counted=token.counted)
+        if not token.chosen:
+            evict_after_token(layer, value, token.rows, counted=token.counted)
         layer.slots.end_token()
 
 
@@ -141,6 +144,7 @@ def _run_masked(layer: SlotLayer, call: Call, mask: Tensor, decoding: bool) -> T
         leave_block(layer, block, call.raw_key, call.raw_value, None)
         return out
     layer.enter_token(None)
+    layer.write_unwritten()
     if layer.attends_codes:
         key, value = layer.slots.dequantised()
     out = masked_attention(call, key, value, mask_by_slot(layer, mask))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -15,14 +16,7 @@ from transformers import PreTrainedModel
 
 import kvtool
 from kvtool.errors import KvtoolError
-from recipes.benchmarks.decoding import (
-    WARM,
-    FullCacheSteps,
-    copy_bandwidth,
-    prompted,
-    step_of,
-    weight_bytes,
-)
+from recipes.benchmarks import decoding
 from recipes.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from recipes.benchmarks.gpu.settings import Settings
 from recipes.benchmarks.models import build_models, with_weights_of
@@ -53,6 +47,17 @@ def models(device: str, tiny: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
     return build_models(shape, device, dtype)
 
 
+@contextlib.contextmanager
+def endless(model: PreTrainedModel) -> Iterator[None]:
+    """Let no token end an answer inside."""
+    settings = model.generation_config
+    ends, settings.eos_token_id = settings.eos_token_id, None
+    try:
+        yield
+    finally:
+        settings.eos_token_id = ends
+
+
 def policy_for(policy: str, settings: Settings) -> str:
     """Shorten SnapKV's window where the budget is smaller than it."""
     if settings.tiny and policy.startswith("snapkv"):
@@ -75,11 +80,11 @@ def release() -> None:
 
 
 def copy_case(settings: Settings) -> Case:
-    """Measure the bandwidth of a large copy, and what a token reads of the weights."""
+    """Measure the bandwidth of a large copy."""
 
     def copy() -> Record:
         plain = models(settings.device, settings.tiny)[1]
-        return {"bytes_per_s": copy_bandwidth(plain), "weight_bytes": weight_bytes(plain)}
+        return {"bytes_per_s": decoding.copy_bandwidth(plain)}
 
     return Case("copy", copy, seconds=2)
 
@@ -138,7 +143,7 @@ def time_runs(settings: Settings, step: Callable[[], object], how: str) -> Recor
     """
     runs, count = runs_of(settings, how)
     start = time.perf_counter()
-    for _ in range(WARM):
+    for _ in range(decoding.WARM):
         step()
     settings.wait()
     found = {"first_s": time.perf_counter() - start}
@@ -174,7 +179,7 @@ def static_cache(
     model.set_attn_implementation("sdpa" if how.endswith("masked") else "unmasked")
     backend = settings.backend if how.startswith("compiled") else None
     options = {"tuned": not how.endswith("not tuned"), "graphs": how != "eager"}
-    full = FullCacheSteps(model, n, room, backend, rows, **options)
+    full = decoding.FullCacheSteps(model, n, room, backend, rows, **options)
     return full, lambda: (full.read_bytes(), full.read_bytes(), full.captured)
 
 
@@ -189,15 +194,16 @@ def kvtool_cache(
     """Make the step of a policy."""
     ours, budget = models(settings.device, settings.tiny)[0], budget_of(settings)
     if evicts(policy):
-        cache = prompted(ours, policy_for(policy, settings), budget, rows)
+        cache = decoding.prompted(ours, policy_for(policy, settings), budget, rows)
     else:
         cache = filled(ours, policy, budget, random_slots(ours, n, rows))
-    decode, graphs = step_of(ours, room, how, settings.backend)
+    decode = decoding.steps_of(ours, room, how, settings.backend)
     token = torch.full((rows,), 7, device=ours.device)
 
     def known() -> tuple[int, int, bool]:
-        report = cache.report()
-        return report.traffic_bytes, report.allocated_bytes + report.state_bytes, graphs()
+        report, ran = cache.report(), decode.report()
+        held = report.allocated_bytes + report.state_bytes
+        return report.traffic_bytes, held, ran.cuda_graphs
 
     return partial(decode, ours, cache, token), known
 
@@ -216,7 +222,7 @@ def steps(settings: Settings, rows: int, n: int, policy: str, how: str) -> Recor
     settle()
     plain = models(settings.device, settings.tiny)[1]
     runs, count = runs_of(settings, how)
-    room = WARM + 2 * runs * count + 2
+    room = decoding.WARM + 2 * runs * count + 2
     stored = n if policy == STATIC else n * STORED.get(policy, 1) * GROWTH
     tokens = 4 * budget_of(settings) if evicts(policy) else stored
     fit = rows_that_fit(settings, rows, tokens * token_bytes(plain))
@@ -233,7 +239,7 @@ def steps(settings: Settings, rows: int, n: int, policy: str, how: str) -> Recor
         raise Wrong(f"runs eagerly only: {error}") from error
     read, held, graphs = known()
     found |= {"rows": fit, "tokens_per_s": fit / found["ms"] * 1e3, "kv_bytes": held}
-    found["read_bytes"] = read + weight_bytes(plain)
+    found["read_bytes"] = read + decoding.weight_bytes(plain)
     if settings.cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated(settings.device) - before
         check_graphs(found, how, graphs)

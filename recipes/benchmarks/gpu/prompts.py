@@ -16,15 +16,7 @@ from transformers import PreTrainedModel
 from kvtool.evaluation.bench.meter import Peak, watched_devices
 from kvtool.profiling.measure import measure
 from kvtool.profiling.request import DEFAULT, Plan
-from recipes.benchmarks.gpu.decode import (
-    budget_of,
-    long,
-    models,
-    policy_for,
-    rows_that_fit,
-    settle,
-    token_bytes,
-)
+from recipes.benchmarks.gpu import decode
 from recipes.benchmarks.gpu.results import Case, Record
 from recipes.benchmarks.gpu.settings import Settings
 from recipes.benchmarks.speed import dynamic_prompt, kvtool_prompt, median_ratio
@@ -37,7 +29,7 @@ SHORT = 16384  # tokens; longer prompts are read once, after a short one
 
 def cases(settings: Settings) -> Iterator[Case]:
     """Blocks, whole prompts under h2o, and a profile."""
-    n = long(settings)
+    n = decode.long(settings)
     blocks = ("block:16",) if settings.tiny else BLOCKS
     for mode, policy in product(blocks, POLICIES[1:] if settings.tiny else POLICIES):
         yield prompt_case(settings, n, policy, mode)
@@ -56,17 +48,17 @@ def prompt_case(settings: Settings, n: int, policy: str, mode: str) -> Case:
 @torch.no_grad()
 def prompt(settings: Settings, n: int, policy: str, mode: str) -> Record:
     """Time a prompt at twice the budget of decoding, against DynamicCache with sdpa."""
-    ours, plain = models(settings.device, settings.tiny)
-    settle()
-    rows_that_fit(settings, 1, 1.2 * n * token_bytes(ours))
-    policy, budget = policy_for(policy, settings), 2 * budget_of(settings)
+    ours, plain = decode.models(settings.device, settings.tiny)
+    decode.settle()
+    decode.rows_that_fit(settings, 1, 1.2 * n * decode.token_bytes(ours))
+    policy, budget = decode.policy_for(policy, settings), 2 * decode.budget_of(settings)
     return in_turns(settings, n, lambda ids: kvtool_prompt(ours, ids, policy, budget, mode), plain)
 
 
 @torch.no_grad()
 def profile(settings: Settings, n: int) -> Record:
     """Profile a text without decoding, against a plain forward over it."""
-    ours, plain = models(settings.device, settings.tiny)
+    ours, plain = decode.models(settings.device, settings.tiny)
     plan = Plan(tuple(DEFAULT), 0, None)
     return in_turns(settings, n, lambda ids: measure(ours, [ids], plan), plain)
 

@@ -14,16 +14,7 @@ from rich.table import Table
 import kvtool
 from kvtool.generation.continuation import generate
 from recipes.benchmarks.gpu import decode
-from recipes.benchmarks.gpu.decode import (
-    READERS,
-    STATIC,
-    budget_of,
-    long,
-    models,
-    policy_for,
-    settle,
-    step_case,
-)
+from recipes.benchmarks.gpu.decode import READERS, STATIC
 from recipes.benchmarks.gpu.results import Case, Record
 from recipes.benchmarks.gpu.settings import Settings
 
@@ -35,21 +26,21 @@ ANSWERS = ("full", "h2o", "snapkv", "quest")
 
 def cases(settings: Settings) -> Iterator[Case]:
     """Captured steps and eager ones, then whole answers."""
-    n = long(settings)
+    n = decode.long(settings)
     for how, policies in (("captured", POLICIES), ("eager", EAGER)):
         for policy in (STATIC, *(("h2o", "quest") if settings.tiny else policies)):
-            yield step_case(settings, 1, n, policy, how)
+            yield decode.step_case(settings, 1, n, policy, how)
     for policy in ANSWERS[:2] if settings.tiny else ANSWERS:
         yield Case(f"answer {n} {policy}", partial(answer, settings, n, policy), seconds=6)
 
 
 def answer(settings: Settings, n: int, policy: str) -> Record:
     """Let `generate` answer a long prompt by 128 tokens, graphs included; and its later tokens."""
-    settle()
-    ours, new = models(settings.device, settings.tiny)[0], 8 if settings.tiny else 128
+    decode.settle()
+    ours, new = decode.models(settings.device, settings.tiny)[0], 8 if settings.tiny else 128
     ids = torch.randint(0, ours.config.vocab_size, (1, n), device=ours.device)
-    budget = None if policy == "full" else 2 * budget_of(settings)
-    cache = kvtool.build_cache(ours, policy_for(policy, settings), budget)
+    budget = None if policy == "full" else decode.budget_of(settings)
+    cache = kvtool.build_cache(ours, decode.policy_for(policy, settings), budget)
     times: list[float] = []
 
     def note() -> bool:
@@ -57,8 +48,9 @@ def answer(settings: Settings, n: int, policy: str) -> Record:
         return False
 
     no_text = SimpleNamespace(batch_decode=lambda rows, **options: [""] * len(rows))
-    length = {"max_new_tokens": new, "min_new_tokens": new}
-    found = generate(ours, no_text, cache, ids, compiled=None, stop_when=note, **length)
+    options = {"max_new_tokens": new, "compiled": None, "stop_when": note}
+    with decode.endless(ours):
+        found = generate(ours, no_text, cache, ids, **options)
     later = [b - a for a, b in zip(times[new // 2 :], times[new // 2 + 1 :], strict=False)]
     return {
         "tokens_per_s": found.new_tokens / found.decode_s,

@@ -13,15 +13,7 @@ from rich.table import Table
 from kvtool.sizes import Budget
 from recipes.benchmarks.calidrop import calibrated_lines
 from recipes.benchmarks.gpu import decode, prompts
-from recipes.benchmarks.gpu.decode import (
-    STATIC,
-    budget_of,
-    long,
-    models,
-    policy_for,
-    release,
-    step_case,
-)
+from recipes.benchmarks.gpu.decode import STATIC, release
 from recipes.benchmarks.gpu.pays import contexts
 from recipes.benchmarks.gpu.results import Case, Record
 from recipes.benchmarks.gpu.settings import Settings
@@ -48,21 +40,21 @@ def cases(settings: Settings) -> Iterator[Case]:
         for policy in prompts.POLICIES:
             yield prompts.prompt_case(settings, 102400, policy, "block:2048")
         for policy in COMPILED:
-            yield step_case(settings, 1, long(settings), policy, "compiled")
+            yield decode.step_case(settings, 1, decode.long(settings), policy, "compiled")
     for how in ("compiled, masked", "compiled, not tuned"):
-        yield step_case(settings, 1, long(settings), STATIC, how)
+        yield decode.step_case(settings, 1, decode.long(settings), STATIC, how)
     for rows, length in contexts(settings)[1:]:
         for policy in (STATIC, "h2o", "quest"):
-            yield step_case(settings, rows, length, policy, "compiled")
+            yield decode.step_case(settings, rows, length, policy, "compiled")
 
 
 @torch.no_grad()
 def calidrop(settings: Settings, n: int, base: str) -> Record:
     """Decode with calibration, anew at every eighth step, against the base without it."""
-    ours = models(settings.device, settings.tiny)[0]
+    ours = decode.models(settings.device, settings.tiny)[0]
     ids = torch.randint(0, ours.config.vocab_size, (1, n), device=ours.device)
-    base, count = policy_for(base, settings), 1 if settings.tiny else 4
-    (line,) = calibrated_lines(ours, base, budget_of(settings), ids, count, ("every 8th",))
+    base, count = decode.policy_for(base, settings), 1 if settings.tiny else 4
+    (line,) = calibrated_lines(ours, base, decode.budget_of(settings), ids, count, ("every 8th",))
     return {"ms": line.ms, "base_ms": line.base_ms, "ratio": line.ratio}
 
 
@@ -72,17 +64,14 @@ def serving(settings: Settings, policy: str) -> Record:
 
     The baseline is the full cache in as much memory, whose rows end and join likewise.
     """
-    ours = models(settings.device, settings.tiny)[0]
+    ours = decode.models(settings.device, settings.tiny)[0]
     count, longest, new = (4, 96, 8) if settings.tiny else (24, 8192, 128)
     asked = make_prompts(ours, count, longest, new)
     asked = [replace(each, ids=each.ids.to(settings.device)) for each in asked]
     memory = (1 if settings.tiny else 4) * sequence_bytes(ours, "full", None, longest, new)
-    variants = (("full", None), (policy_for(policy, settings), Budget.parse("25%")))
-    ends, ours.generation_config.eos_token_id = ours.generation_config.eos_token_id, None
-    try:
+    variants = (("full", None), (decode.policy_for(policy, settings), Budget.parse("25%")))
+    with decode.endless(ours):
         base, own = (answer_as_rows_end(ours, *variant, asked, memory) for variant in variants)
-    finally:
-        ours.generation_config.eos_token_id = ends
     return {
         "ms": 1e3 * own.seconds / own.tokens,
         "base_ms": 1e3 * base.seconds / base.tokens,
