@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from kvtool.lazy_torch import Tensor
 from kvtool.policies.numbers import KVHeads, all_here
@@ -65,6 +65,19 @@ class NewestQueries(Protocol):
         """
 
 
+class Above(NamedTuple):
+    """The layers above one, for a score whose layers are nested.
+
+    Attributes:
+        budget: what the first layer may keep.
+        kept: which slots hold tokens that the layer above keeps, bool (batch, 1, slots); None: no
+            layer is above.
+    """
+
+    budget: Count
+    kept: Tensor | None
+
+
 @dataclass(frozen=True)
 class SlotView:
     """The slots of one layer as a policy sees them, the running block included. Read only.
@@ -81,9 +94,7 @@ class SlotView:
         layer: index of the layer, one number or one per sequence.
         block: tokens of the sequence in the running block.
         heads: all KV heads of the layer; a process may hold a part of them.
-        kept_in_parent: which slots hold tokens that the layer above keeps, bool (batch, 1, slots),
-            for a score whose layers are nested; None: no layer is above.
-        first_layer_budget: what the first layer may keep, for such a score.
+        above: the layers above, for a score whose layers are nested; None: there are none.
         keys: (batch, kv_heads, slots, key_dim) of each layer, as they are stored, for a score that
             needs keys; else none.
         queries: of the newest tokens of each layer, for a score that looks back from them.
@@ -101,8 +112,7 @@ class SlotView:
     layer: Count = 0
     block: Count = 1
     heads: KVHeads = field(default_factory=all_here)
-    kept_in_parent: Tensor | None = None
-    first_layer_budget: Count | None = None
+    above: Above | None = None
     keys: Sequence[Tensor] = ()
     queries: tuple[NewestQueries, ...] = ()
     moments: tuple[QueryMoments, ...] = ()

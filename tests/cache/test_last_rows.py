@@ -14,7 +14,7 @@ def test_queries_of_an_earlier_block_see_up_to_themselves():
     model = kvtool.attach(peaky_model("llama"))
     layer = kvtool.build_cache(model, "snapkv(window=4)", 12).slot_layers[0]
     spans = torch.tensor([[[7, 9], [7, 9], [7, 9]]])
-    view = SimpleNamespace(first_layer_budget=None)
+    view = SimpleNamespace(above=None)
     block = SimpleNamespace(new=torch.tensor([[7, 8, 9]]), view=view)
     found = _last_spans(layer, spans, block, torch.tensor([[6, 7, 8, 9]]))
     assert found.tolist() == [[[6, 6], [7, 9], [7, 9], [7, 9]]]

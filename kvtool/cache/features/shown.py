@@ -18,6 +18,7 @@ from kvtool.policies.evidence import OutputProjection
 from kvtool.policies.guard import fault
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import SlotView
+from kvtool.policies.slot_view import Above
 
 
 class HiddenNumbers(Part):
@@ -158,7 +159,7 @@ class Parents(Part):
         if self.first is None:
             return view
         kept = self.kept(view.positions, layer.seen)
-        return replace(view, kept_in_parent=kept, first_layer_budget=self.first.budget.tokens)
+        return replace(view, above=Above(self.first.budget.tokens, kept))
 
     def kept(self, positions: Tensor, seen: int) -> Tensor | None:
         """Which slots hold tokens that the layer above keeps: bool (batch, 1, slots).

@@ -170,9 +170,8 @@ def block_needs_last_rows(layer: SlotLayer, block: Block) -> bool:
 
 def vote_weights(layer: SlotLayer, block: Block, rows: int) -> Tensor | None:
     """What the last queries' rows weigh, (batch or 1, rows); None: they come one by one."""
-    budget = block.view.first_layer_budget
-    if budget is None:
-        budget = layer.budget.tokens
+    above = block.view.above
+    budget = layer.budget.tokens if above is None else above.budget
     weights = layer.policy.ranking.vote_weights(rows, budget)
     return None if weights is None else weights.to(block.new.device)
 

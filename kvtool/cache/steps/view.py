@@ -84,8 +84,6 @@ def make_view(
         layer=layer.index,
         heads=layer.slots.heads,
         block=block,
-        kept_in_parent=None,
-        first_layer_budget=layer.budget.tokens,
         keys=keys,
     )
     return show_parts(layer, view) if layer.parts else view
@@ -303,9 +301,7 @@ def last_query_columns(layer: SlotLayer, view: SlotView, new: Tensor) -> Tensor:
         view: of the block that they are in.
         new: (batch or 1, q_len) positions of all queries, -1 = padding.
     """
-    budget = view.first_layer_budget
-    if budget is None or budget is layer.budget.tokens:
-        budget = layer.budget.max_budget
+    budget = layer.budget.max_budget if view.above is None else view.above.budget
     most = int(budget.max()) if isinstance(budget, Tensor) else budget
     count = min(layer.policy.ranking.voters(most), new.shape[1])
     place = torch.arange(new.shape[1], device=new.device)[None]

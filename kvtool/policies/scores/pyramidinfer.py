@@ -146,12 +146,12 @@ class PyramidInfer(Score):
 
     def importance(self, state: State, view: SlotView, rows: AttentionRows | None) -> Tensor:
         votes = view.heads.mean(asked(rows).weights[..., 0, :].mean(2)).unsqueeze(1)
-        return (
-            votes if view.kept_in_parent is None else votes.masked_fill(~view.kept_in_parent, -1.0)
-        )
+        kept = None if view.above is None else view.above.kept
+        return votes if kept is None else votes.masked_fill(~kept, -1.0)
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
-        first_layer_budget = torch.as_tensor(view.first_layer_budget).double()
+        budget = view.budget if view.above is None else view.above.budget
+        first_layer_budget = torch.as_tensor(budget).double()
         recent = (self.recent_ratio * first_layer_budget).long() + 1
         return view.sinks(self.sinks) | view.recent(recent.to(view.positions.device))
 
