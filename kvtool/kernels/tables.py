@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvtool.lazy_torch import Tensor, torch
 
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
@@ -43,8 +42,12 @@ def _module(family: str, query: Tensor) -> Any:
     """Return the kernels where they can run on a query, else plain torch."""
     from kvtool.kernels import reference, trust
 
-    if trust.usable(trust.Family[family], query, group=query.shape[2]):
-        from kvtool.kernels import read_tables
+    if not trust.usable(trust.Family[family], query, group=query.shape[2], operator=True):
+        return reference
+    if torch.compiler.is_compiling():
+        from kvtool.kernels import operators
 
-        return read_tables
-    return reference
+        return operators
+    from kvtool.kernels import read_tables
+
+    return read_tables

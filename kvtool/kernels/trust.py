@@ -10,6 +10,7 @@ device. An access outside the device's memory is beyond this: it ends every CUDA
 import logging
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,28 +31,37 @@ def usable(
     softcap: bool = False,
     sinks: bool = False,
     window: bool = False,
+    operator: bool = False,
 ) -> bool:
     """Return whether kernels can run on a query: Triton does on its device, and was right there.
 
     The first question about a device, a dtype and sizes computes a small problem by the kernels and
-    by plain torch. torch.compile is always given plain torch, which it fuses itself.
+    by plain torch. torch.compile is given plain torch, which it fuses itself, or an operator.
 
     Args:
         query: (..., head_dim).
         group: query heads that share a head of keys.
         value_dim: of the values, if any are read.
         softcap, sinks, window: whether the attention has them.
+        operator: whether the kernels are asked as an operator of torch in a compiled step.
     """
-    if torch.compiler.is_compiling() or not _can_run(query):
+    if not _can_run(query) or (torch.compiler.is_compiling() and not operator):
         return False
     of_device = query.device, query.dtype, query.shape[-1]
-    return trusted(Kind(family, *of_device, value_dim, group, softcap, sinks, window))
+    return _right(family, *of_device, value_dim, group, softcap, sinks, window)
 
 
 def _can_run(query: Tensor) -> bool:
-    """Return whether Triton can be asked at all; its kernels have no gradients."""
-    known = query.is_cuda and query.dtype in TOLERANCE
-    return known and not query.requires_grad and _installed()
+    """Return whether Triton's kernels know such a query; they have no gradients."""
+    return query.is_cuda and query.dtype in TOLERANCE and not query.requires_grad
+
+
+def _right(family: Family, device: torch.device, dtype: torch.dtype, *numbers: Any) -> bool:
+    return _installed() and trusted(Kind(family, device, dtype, *numbers))
+
+
+# asked once as a graph is made; `torch.compiler.assume_constant_result` would import the compiler
+vars(_right)["_dynamo_marked_constant"] = True
 
 
 @cache

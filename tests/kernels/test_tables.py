@@ -11,6 +11,8 @@ from tests.kernels.drawn import DEVICE, TOLERANCE
 
 pytest.importorskip("triton")
 
+from kvtool.kernels import operators
+
 SIZES = {
     "batch": st.integers(1, 2),
     "heads": st.integers(1, 3),
@@ -71,3 +73,36 @@ def test_a_page_is_never_scored_below_one_of_its_keys():
     for page in range(8):
         highest = logits[..., 7 * page : 7 * page + 7].amax(-1).sum(-1)
         assert (found[..., page] >= highest - 1e-4).all()
+
+
+def test_a_compiled_step_calls_them_as_operators(monkeypatch):
+    """One node each, where the kernels can run; their shapes are known without running them."""
+    monkeypatch.setattr(trust, "usable", lambda *_, operator=False, **__: operator)
+    generator = torch.Generator().manual_seed(0)
+    query = normal(generator, torch.float32, 2, 2, 3, 16)
+    table = normal(generator, torch.float32, 2, 2, 32, 9)
+    rows = torch.rand(2, 2, 16, generator=generator).argsort(-1).to(DEVICE)
+    called = []
+
+    def step(query, table, rows):
+        return tables.page_scores(query, table, 7), tables.row_product(query, table, rows, 8)
+
+    def backend(module, inputs):
+        targets = [str(node.target) for node in module.graph.nodes]
+        called.extend(each for each in targets if "kvtool" in each)
+        return module
+
+    found = torch.compile(step, fullgraph=True, backend=backend)(query, table, rows)
+    assert called == ["kvtool.page_scores.default", "kvtool.row_product.default"]
+    for answer, expected in zip(found, step(query, table, rows), strict=True):
+        assert torch.equal(answer, expected)
+    chosen = torch.tensor([[[3, -1], [0, 1]]]).expand(2, -1, -1).to(DEVICE)
+    slots = table.transpose(2, 3).contiguous()[..., :16]
+    given = query.flatten(1, 2)[:, :, None], slots, slots, chosen, chosen.clamp(min=0), None
+    tests = "test_schema", "test_faketensor"
+    for operator, arguments in (
+        (operators.page_scores, (query, table, 7)),
+        (operators.row_product, (query, table, rows, 8)),
+        (operators.attend_chosen, (*given, 0.25, None)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=tests)

@@ -298,28 +298,24 @@ def _attend(
         tokens: of a static step, how many there are to choose from.
     """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
-    grouped, stands = group_queries(query, keys.shape[1])[:, :, :, 0], None
+    grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
     if isinstance(entries, IndexedEntries):
         choice = _choose(entries, call, grouped, keys)
-        slots = there = choice.slots
     else:
         choice = _choose_padded(entries, call, grouped, keys, tokens)
-        slots = there = choice.slots
-        assert slots is not None, "rows of a padded batch list what they read"
-        if not choice.whole:
-            stands, there = slots >= 0, slots.clamp(min=0)  # one in use, whose numbers are finite
-    if there is not None and entries.index is not None:
-        slots = there = entries.index.gather(2, there.flatten(2)).view(there.shape)
-        if stands is not None:
-            slots = slots.masked_fill(~stands, -1)
-    if slots is not None and can_run(call, Family.SLOTS):
-        out = attend_chosen(call, query, keys, values, slots, padded=stands is not None)
+    slots, whole = choice.slots, choice.whole
+    if slots is not None and entries.index is not None:
+        there = slots if whole else slots.clamp(min=0)
+        found = entries.index.gather(2, there.flatten(2)).view(there.shape)
+        slots = found if whole else found.masked_fill(slots < 0, -1)
+    if slots is None:
+        out = _attend_pairs(call, query, entries.candidates(keys), entries.candidates(values))
+    elif can_run(call, Family.SLOTS, operator=True):
+        out = attend_chosen(call, query, keys, values, slots, padded=not whole)
     else:
-        if there is None:
-            key, value = entries.candidates(keys), entries.candidates(values)
-        else:
-            key, value = take_slots(there, keys, values)
-        mask = None if stands is None else stands.flatten(1, -2)
+        there = slots if whole else slots.clamp(min=0)  # a slot in use, whose numbers are finite
+        mask = None if whole else (slots >= 0).flatten(1, -2)
+        key, value = take_slots(there, keys, values)
         out = _attend_pairs(call, query, key, value, mask)
     return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
 
@@ -408,4 +404,4 @@ def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) ->
         choice = entries.reader.choose(view)
     pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
     numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
-    return _Chosen(choice.slots, numbers, choice.weight, choice.rest)
+    return _Chosen(choice.slots, numbers, choice.weight, choice.rest, whole=True)

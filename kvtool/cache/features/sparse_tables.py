@@ -413,8 +413,9 @@ class FixedEntries:
         """Take in the last of the tokens, which is in a slot: (rows, kv_heads, 1) int64."""
         if self.index is not None:
             put_column(self.index[:, :, None], slot, last_of(tokens))
-        key, value = (_token(buffer, slot) for buffer in (keys, values))
-        self.reader.append_rows(self.tables, key, value, tokens, self.sizes)
+        if self.tables:
+            key, value = (_token(buffer, slot) for buffer in (keys, values))
+            self.reader.append_rows(self.tables, key, value, tokens, self.sizes)
 
 
 def _held(index: Tensor | None, tables: State | None) -> list[Tensor]:

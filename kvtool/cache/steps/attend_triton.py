@@ -31,10 +31,15 @@ def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
     return not layer.policy.observes_rows and can_run(call, family, layer.window)
 
 
-def can_run(call: Call, family: Family, window: int | None = None) -> bool:
+def can_run(
+    call: Call, family: Family, window: int | None = None, *, operator: bool = False
+) -> bool:
     """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
+
+    Args:
+        operator: whether the kernels are asked as an operator of torch in a compiled step.
     """
     return not _plain_asked(call) and trust.usable(
         family,
@@ -44,6 +49,7 @@ def can_run(call: Call, family: Family, window: int | None = None) -> bool:
         softcap=call.softcap is not None,
         sinks=call.sinks is not None,
         window=window is not None and family is Family.ROWS,
+        operator=operator,
     )
 
 
@@ -300,6 +306,10 @@ def attend_chosen(
 
     lists, how = slots.flatten(1, -2), _how(call, len(query))
     stands, there = (lists, lists.clamp(min=0)) if padded else (None, lists)
+    if torch.compiler.is_compiling():
+        from kvtool.kernels.operators import attend_chosen as operator
+
+        return operator(query, keys, values, stands, there, **how)
     return attend_slots(query, keys, values, stands, {}, chosen=there, **how)[0]
 
 
