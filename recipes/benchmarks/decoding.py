@@ -8,8 +8,8 @@ what a step costs does not depend on them. It is attended by
   flash kernel; what a full cache costs whose size is just right;
 - `flash_attention_2`, of the package flash-attn, likewise.
 
-Its step is as fast as it can be made: products of one row are compiled with coordinate descent, and
-on a GPU a CUDA graph holds the whole step, the choice of the next token included.
+Its step is as fast as it can be made: products of one row are compiled with coordinate descent, as
+kvtool's are, and on a GPU a CUDA graph holds the whole step, the choice of the next token included.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
+from kvtool.generation.compiled import _OF_ONE_ROW
 from kvtool.generation.feeding import wait
 from kvtool.generation.graphs import Recording, StaticDecoding, StepsReport, recorder
 from recipes.benchmarks.models import with_weights_of
@@ -92,7 +93,7 @@ class FullCacheSteps:
 
     Args:
         backend: of torch.compile; None: nothing is compiled.
-        tuned: products of one row are compiled by coordinate descent.
+        tuned: products of one row are compiled as kvtool compiles them.
         graphs: on a GPU, the step is a CUDA graph from the third call on.
 
     Attributes:
@@ -135,7 +136,7 @@ class FullCacheSteps:
                 fullgraph=True,
                 dynamic=False,  # or a second length would get slower code for any length
                 backend=backend,
-                options={"coordinate_descent_tuning": tuned} if backend == "inductor" else None,
+                options=_OF_ONE_ROW if tuned and batch == 1 and backend == "inductor" else None,
             )
         self._step: Callable[[], object] = partial(step, self.token, self.positions)
 
