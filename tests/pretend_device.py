@@ -7,17 +7,23 @@ choose places of one on the device. The device is called `meta`, which torch ask
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import transformers
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+import kvtool
+
 DEVICE = torch.device("meta")
+_KVTOOL, _TRANSFORMERS = (str(Path(each.__file__).parent) for each in (kvtool, transformers))
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN._to_copy.default, _ATEN.copy_.default)
 _PLACES = (_ATEN.index.Tensor, _ATEN.index_put.default, _ATEN.index_put_.default)
@@ -138,7 +144,7 @@ class _Python(TorchFunctionMode):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
         if isinstance(args[0] if args else None, OnDevice):
             if func is torch.Tensor.tolist:
-                return args[0].held.tolist()
+                return args[0].cpu().tolist()
             if func in _ITEMS:
                 index = args[1] if isinstance(args[1], tuple) else (args[1],)
                 index = tuple(
@@ -150,23 +156,46 @@ class _Python(TorchFunctionMode):
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators that launch something on a GPU, by name: not views, nor bare memory."""
+    """Counts what a GPU would be asked to do, by name, and how often the host waits for it.
+
+    Views and bare memory launch nothing.
+
+    Attributes:
+        names: all launches.
+        own: those of them that kvtool asks for, in place of the model.
+        waits: copies between host and device, and numbers that the host reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
+        self.own: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
 
-    @property
-    def count(self) -> int:
-        return self.names.total()
+    def note(self, name: str) -> None:
+        """Count a launch."""
+        self.names[name] += 1
+        self.own[name] += _is_own()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        makes_view = any(
-            each.alias_info and not each.alias_info.is_write for each in operation._schema.returns
-        )
-        if not (makes_view or "empty" in operation.name() or "_unsafe_view" in operation.name()):
-            self.names[operation.name()] += 1
-        return operation(*args, **(kwargs or {}))
+        name, returned = operation.name(), [each.alias_info for each in operation._schema.returns]
+        views = any(alias and not alias.is_write for alias in returned)
+        if not (views or "empty" in name or "_unsafe_view" in name):
+            self.note(name)
+        found = operation(*args, **(kwargs or {}))
+        moved = operation in _COPIES and found.device != args[-1 if "copy_" in name else 0].device
+        self.waits[name] += moved or name in ("aten::_local_scalar_dense", "aten::nonzero")
+        return found
+
+
+def _is_own() -> bool:
+    """Whether kvtool runs, and not transformers that it has called."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith((_KVTOOL, _TRANSFORMERS)):
+            return frame.f_code.co_filename.startswith(_KVTOOL)
+        frame = frame.f_back
+    return False
 
 
 def as_kernel(function: Callable, launches: Launches) -> Callable:
@@ -176,7 +205,7 @@ def as_kernel(function: Callable, launches: Launches) -> Callable:
         args, kwargs = tree_map(_here, (args, kwargs))
         with _disable_current_modes():
             found = function(*args, **kwargs)
-        launches.names[function.__name__] += 1
+        launches.note(function.__name__)
         return tree_map(
             lambda part: OnDevice(part) if isinstance(part, torch.Tensor) else part, found
         )

@@ -24,6 +24,7 @@ from recipes.benchmarks.gpu.results import Case, Results, Skip, Wrong, machine, 
 from recipes.benchmarks.gpu.settings import FIRST, PARTS, Settings
 from recipes.benchmarks.models import build_models
 from recipes.benchmarks.reading import filled, filled_dynamic, random_slots
+from tests import tape
 
 pytestmark = pytest.mark.exhaustive
 
@@ -224,58 +225,39 @@ def test_the_full_cache_feeds_its_own_tokens():
     plain = build_models("tiny")[1]
     steps = FullCacheSteps(plain, 24, 4, None)
     token, positions = steps.token, steps.positions
-    slots = [(layer.keys[:, :, :19], layer.values[:, :, :19]) for layer in steps.cache.layers]
+    slots = [(layer.keys[:, :, :20], layer.values[:, :, :20]) for layer in steps.cache.layers]
     cache, expected = filled_dynamic(plain, slots), token.clone()
     for step in range(4):
         steps()
         expected = plain(expected, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
         assert torch.equal(token, expected)
-        assert positions.tolist() == [[20 + step]]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@torch.no_grad()
-def test_a_full_cache_is_captured():
-    """The step that capturing takes leaves room for all others."""
-    plain = build_models("tiny", "cuda")[1]
-    plain.set_attn_implementation("unmasked")
-    captured, eager = (
-        FullCacheSteps(plain, 24, 4, None, graphs=graphs) for graphs in (True, False)
-    )
-    for one, other in zip(captured.cache.layers, eager.cache.layers, strict=True):
-        one.keys.copy_(other.keys)
-        one.values.copy_(other.values)
-    found = []
-    for steps in (captured, eager):
-        tokens = []
-        for _ in range(4):
-            steps()
-            tokens.append(steps.token.item())
-        found.append(tokens)
-    assert captured.captured
-    assert found[0][:2] == found[1][:2]
-    assert found[0][2] == found[1][3]  # one step was made before the graph
+        assert positions.tolist() == [[21 + step]]
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_what_cannot_be_captured_runs_as_it_is(monkeypatch, refused):
-    launched = []
+def test_the_full_cache_is_recorded_or_runs_as_it_is(monkeypatch, refused):
+    """Nothing in its step asks the host or moves: a replay does what the step would."""
+    made = []
 
-    def captured(call, device):
-        call()
-        if refused:
+    class Refusing(tape.TapeRecording):
+        def record(self, run, generators):
+            super().record(run, generators)
             raise RuntimeError("not permitted when stream is capturing")
-        return lambda: launched.append(call())
 
-    monkeypatch.setattr(decoding, "captured", captured)
-    steps = FullCacheSteps(build_models("tiny")[1], 24, 4, None)
-    steps._device = torch.device("cuda")
-    for _ in range(4):
-        steps()
+    other = (lambda model: Refusing) if refused else tape.recorder(made)
+    plain, found = build_models("tiny")[1], []
+    for recorder in (lambda model: None, other):
+        monkeypatch.setattr(decoding, "recorder", recorder)
+        torch.manual_seed(0)
+        steps = FullCacheSteps(plain, 24, 6, None)
+        found.append([])
+        for _ in range(6):
+            steps()
+            found[-1].append(steps.token.item())
+    assert found[0] == found[1]
+    assert steps.positions.tolist() == [[24]]
     assert steps.captured != refused
-    assert len(launched) == (0 if refused else 2)
-    assert steps.positions.tolist() == [[24]]  # the last of all slots has been written
+    assert [each.replays for each in made] == ([] if refused else [4])
 
 
 def test_random_keys_are_made_layer_by_layer():

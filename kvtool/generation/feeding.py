@@ -158,7 +158,7 @@ def _tokens(input_ids: Tensor, mask: Tensor | None) -> Tensor:
 
 def feed(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:
     """Run a forward whose logits are not used."""
-    forward(model, cache, input_ids, valid, [0] * len(input_ids))
+    forward(model, cache, input_ids, valid, [input_ids.shape[1] - 1] * len(input_ids))
 
 
 def _last_columns(valid: Tensor | None, batch: int, width: int) -> list[int]:
@@ -185,19 +185,24 @@ def forward(
         all.
     """
     batch, width = input_ids.shape
-    past = cache.get_seq_length()
-    starts = torch.tensor([0] * batch if past == 0 else cache.tokens_seen(), device=model.device)
-    if valid is None:
-        positions = starts[:, None] + torch.arange(width, device=model.device)
-        mask = None
+    past, device = cache.get_seq_length(), model.device
+    seen = [0] * batch if past == 0 else cache.tokens_seen()
+    mask = None
+    if valid is None and min(seen) == max(seen):  # numbers that are copied make the host wait
+        positions = torch.arange(seen[0], seen[0] + width, device=device).repeat(batch, 1)
     else:
-        positions = (starts[:, None] + valid.long().cumsum(1) - 1).clamp(min=0)
-        mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
+        starts = torch.tensor(seen, device=device)[:, None]
+        if valid is None:
+            positions = starts + torch.arange(width, device=device)
+        else:
+            positions = (starts + valid.long().cumsum(1) - 1).clamp(min=0)
+            mask = torch.cat([valid.new_ones(batch, past), valid], 1).long()
     columns, options = last, {}
     if last and "logits_to_keep" in inspect.signature(model.forward).parameters:
         wanted = sorted(set(last))
         columns = [wanted.index(column) for column in last]
-        options["logits_to_keep"] = torch.tensor(wanted, device=model.device)
+        alone = wanted == [width - 1]
+        options["logits_to_keep"] = 1 if alone else torch.tensor(wanted, device=device)
     out = model(
         input_ids=input_ids,
         attention_mask=mask,
@@ -208,6 +213,8 @@ def forward(
     ).logits
     if columns is None:
         return out.float()
+    if min(columns) == max(columns):
+        return out[:, columns[0]].float()
     return out[torch.arange(batch, device=out.device), columns].float()
 
 

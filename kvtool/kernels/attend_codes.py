@@ -1,9 +1,9 @@
 """Attention of one query per row over quantised slots, whose codes are read as they are stored.
 
 Two launches, as `kvtool.kernels.attend_slots` has. Keys and values in full are never in memory: the
-first launch decodes codes in registers. Each of its programs leaves the logits of its part, their
-maximum, the sum of exponentials and the mean of its values. Keys and values may have different
-forms.
+first launch turns codes into numbers in registers. Each of its programs leaves the logits of its
+part, their maximum, the sum of exponentials and the mean of its values. Keys and values may have
+different forms.
 
 Codes are loaded 16 bytes a thread, and are words of two bytes from there on: matrix units are fed
 with words of that size. Each thread takes the codes of a word apart by shifts, and each place in a
@@ -161,7 +161,7 @@ def load_scales(scales, slots, stride, limit, CODES: tl.constexpr):
         groups = first + tl.arange(0, CODES.lines)[:, None]
         there = (slots < limit)[None, :] & (groups < CODES.groups)
         places = slots.to(tl.int64)[None, :] * stride + groups
-        loaded += (tl.load(scales + places, mask=there, other=0.0),)
+        loaded += (tl.load(scales + places, mask=there, other=0.0),)  # type: ignore[assignment]
     return loaded
 
 
@@ -233,7 +233,7 @@ def attend_codes_part_kernel(
         there = (rows % SHARE_WIDTH < share) & (columns < KEY.words)
         there &= lines == rows // SHARE_WIDTH
         numbers = query + rows % SHARE_WIDTH * query_head + channels
-        tiles += (tl.load(numbers, mask=there, other=0.0),)
+        tiles += (tl.load(numbers, mask=there, other=0.0),)  # type: ignore[assignment]
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
@@ -243,7 +243,7 @@ def attend_codes_part_kernel(
     VALUE_WIDTH: tl.constexpr = VALUE.width
     means = ()
     for _ in tl.static_range(2 * VALUE_HALVES):
-        means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)
+        means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)  # type: ignore[assignment]
     stop = tl.minimum((part + 1) * split, slots)
     places = part * split + tl.arange(0, KEYS)
     next_key_scales = load_scales(key_scales, places, key_scales_row, stop, KEY)
@@ -291,7 +291,7 @@ def attend_codes_part_kernel(
             for byte in tl.static_range(2):
                 codes = decode(words, half, byte, VALUE, dtype)
                 added = tl.dot(scaled, codes, input_precision="ieee") * largest
-                updated += (means[2 * half + byte] * shrink + added,)
+                updated += (means[2 * half + byte] * shrink + added,)  # type: ignore[assignment]
         means = updated
         places = ahead
 
@@ -353,8 +353,10 @@ def attend_codes(
     share = heads // key_heads
     parts = allocate_parts(query, slots, value_dim)
     stored = query if positions is None else dense(positions)
-    given = ((head_dim, *codes[:2]), (value_dim, *codes[2:]))
-    layouts = [lay_out(form, *each, query) for form, each in zip(forms, given, strict=True)]
+    layouts = [
+        lay_out(forms[0], head_dim, codes[0], codes[1], query),
+        lay_out(forms[1], value_dim, codes[2], codes[3], query),
+    ]
     members = max(triton.next_power_of_2(share), _ROWS // max(each.lines for each in layouts))
     layouts = [each._replace(lines=max(each.lines, _ROWS // members)) for each in layouts]
     rows = members * layouts[1].lines

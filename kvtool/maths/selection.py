@@ -78,7 +78,13 @@ def top_slots(scores: Tensor, count: int) -> Tensor:
 
 
 def keep_top(
-    scores: Tensor, positions: Tensor, budget: int | Tensor, forced: Tensor | None, slots: int
+    scores: Tensor,
+    positions: Tensor,
+    budget: int | Tensor,
+    forced: Tensor | None,
+    slots: int,
+    *,
+    in_order: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Choose the slots that stay: the forced ones, then those of highest score.
 
@@ -88,6 +94,7 @@ def keep_top(
         budget: slots kept per KV head, one number or (batch, 1, 1).
         forced: bool (batch, kv_heads, kv_len), kept whatever their score; None: none.
         slots: the largest budget, and the width of the result; at most kv_len.
+        in_order: whether positions are known to ascend, and no slot to be empty.
 
     Returns:
         indices (batch, kv_heads, slots) into kv_len, in ascending position, and the positions found
@@ -96,7 +103,10 @@ def keep_top(
     key = order_key(scores, positions)
     if forced is not None:
         key = torch.where(forced, _FORCED - positions.long(), key)
-    key = torch.where(positions < 0, _EMPTY, key)
+    if in_order and not isinstance(budget, torch.Tensor):
+        indices = key.topk(slots, -1, sorted=False).indices.sort(-1).values
+        return indices, positions.gather(-1, indices)
+    key.masked_fill_(positions < 0, _EMPTY)
     indices = key.topk(slots, -1).indices
     kept = positions.gather(-1, indices)
     if isinstance(budget, torch.Tensor):
@@ -138,7 +148,13 @@ def take(tensor: Tensor, indices: Tensor) -> Tensor:
 
 
 def pool_votes(
-    votes: Tensor, positions: Tensor, window: Tensor, *, kernel: int, pool: str
+    votes: Tensor,
+    positions: Tensor,
+    window: Tensor,
+    *,
+    kernel: int,
+    pool: str,
+    in_order: bool = False,
 ) -> Tensor:
     """Smooth votes over neighbouring tokens, leaving the observation window out.
 
@@ -150,19 +166,24 @@ def pool_votes(
         window: bool (batch, kv_heads, slots), the observation window, the last tokens.
         kernel: odd width, in tokens.
         pool: `max` or `avg`.
+        in_order: whether positions are known to ascend, and no slot to be empty.
 
     Returns:
         (batch, kv_heads, slots); inside the window the votes as they came.
     """
     width = min(kernel, 2 * votes.shape[-1] - 1)  # a wider one sees no more, and takes long
-    last = torch.iinfo(positions.dtype).max
-    order = positions.masked_fill(positions < 0, last).argsort(-1)
     outside = float("-inf") if pool == "max" else 0.0
-    past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
+    if in_order:
+        past = votes.masked_fill(window, outside)
+    else:
+        last = torch.iinfo(positions.dtype).max
+        order = positions.masked_fill(positions < 0, last).argsort(-1)
+        past = votes.masked_fill(window | (positions < 0), outside).gather(-1, order)
     if pool == "max":
         pooled = torch.nn.functional.max_pool1d(past, width, stride=1, padding=width // 2)
     else:
         pooled = torch.nn.functional.avg_pool1d(past, width, stride=1, padding=width // 2)
         pooled = pooled if width == kernel else pooled * (width / kernel)
-    pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
+    if not in_order:
+        pooled = torch.empty_like(pooled).scatter_(-1, order, pooled)
     return torch.where(window, votes, pooled)

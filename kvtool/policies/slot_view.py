@@ -90,6 +90,7 @@ class SlotView:
         moments: of the queries of the text's prompts, of each layer, for a score that uses them.
         repeated: what slots have received while the prompt was repeated, for such a score.
         projections: what takes the output of the heads of each layer, for a part that looks at it.
+        in_order: whether positions are known to ascend, and no slot to be empty.
     """
 
     values: Sequence[Tensor]
@@ -107,6 +108,7 @@ class SlotView:
     moments: tuple[QueryMoments, ...] = ()
     repeated: Repeated | None = None
     projections: tuple[OutputProjection, ...] = ()
+    in_order: bool = False
 
     @property
     def stored(self) -> Tensor | None:

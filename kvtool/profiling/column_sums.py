@@ -47,8 +47,8 @@ def column_entropy(sums: Tensor) -> Tensor:
     """
     sums = sums.double()
     shares = sums / sums.sum(-1, keepdim=True)
-    entropy = -torch.special.xlogy(shares, shares).sum(-1)
-    return entropy / math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(entropy)
+    terms = torch.special.xlogy(shares, shares).sum(-1)
+    return terms / -math.log(sums.shape[-1]) if sums.shape[-1] > 1 else torch.ones_like(terms)
 
 
 def column_sums(seen: Seen) -> Tensor:
@@ -101,7 +101,7 @@ class Density:
         """Sum the attention of a prompt; decoded tokens do not count."""
         if seen.decoding:
             return
-        sums = column_sums(seen)
+        sums = column_sums(seen).double()
         self._found["f_variance"][seen.layer] = f_variance(sums)
         self._found["entropy"][seen.layer] = column_entropy(sums)
 

@@ -30,7 +30,7 @@ import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
 from kvtool.generation.feeding import wait
-from kvtool.generation.graphs import StaticDecoding, StepsReport
+from kvtool.generation.graphs import Recording, StaticDecoding, StepsReport, recorder
 from recipes.benchmarks.models import with_weights_of
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -77,21 +77,14 @@ def with_own_code(function: FunctionType) -> FunctionType:
     return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
-def captured(call: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Capture a call, all that it compiles being there, as a CUDA graph; return its launch."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    with torch.cuda.device(device):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            call()  # libraries set up what they need outside of the graph
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            call()
+def recorded(call: Callable[[], object], recording: Recording) -> Callable[[], None]:
+    """Record a call that has run before, and return what replays it."""
+    recording.record(call, ())
 
-    def launch(kept: Callable[[], object] = call) -> None:  # whose tensors the graph uses
-        graph.replay()
+    def replay(kept: Callable[[], object] = call) -> None:  # whose tensors the recording uses
+        recording.replay()
 
-    return launch
+    return replay
 
 
 class FullCacheSteps:
@@ -103,7 +96,7 @@ class FullCacheSteps:
         graphs: on a GPU, the step is a CUDA graph from the third call on.
 
     Attributes:
-        captured: whether it is one; what cannot be captured runs as it is.
+        captured: whether it is one; what cannot be recorded runs as it is.
     """
 
     def __init__(
@@ -118,7 +111,6 @@ class FullCacheSteps:
         graphs: bool = True,
     ) -> None:
         config, device = model.config, model.device
-        seen = length - room - 1  # capturing runs a step more
         cache = StaticCache(config=config, max_cache_len=length)
         cache.early_initialization(
             batch, config.num_key_value_heads, config.head_dim, model.dtype, device
@@ -126,11 +118,11 @@ class FullCacheSteps:
         for layer in cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
-            layer.cumulative_length.fill_(seen)
+            layer.cumulative_length.fill_(length - room)
         self.token = torch.full((batch, 1), 7, device=device)
-        self.positions = torch.full((batch, 1), seen, device=device)
+        self.positions = torch.full((batch, 1), length - room, device=device)
         self.cache, self._calls, self.captured = cache, 0, False
-        self._device = device if graphs and device.type == "cuda" else None
+        self._record = recorder(model) if graphs else None
 
         def step(token: torch.Tensor, positions: torch.Tensor) -> None:
             out = model(input_ids=token, position_ids=positions, past_key_values=cache)
@@ -150,17 +142,14 @@ class FullCacheSteps:
     @torch.no_grad()
     def __call__(self) -> None:
         self._calls += 1
-        if self._calls == 3 and self._device is not None:
+        if self._calls == 3 and self._record is not None:
             with contextlib.suppress(RuntimeError):
-                self._step, self.captured = captured(self._step, self._device), True
+                self._step, self.captured = recorded(self._step, self._record()), True
         self._step()
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""
         return sum(t.nbytes for layer in self.cache.layers for t in (layer.keys, layer.values))
-
-
-Decode = Callable[[PreTrainedModel, KVCache, torch.Tensor], torch.Tensor]
 
 
 def prompted(model: PreTrainedModel, policy: str, budget: int, rows: int) -> KVCache:
@@ -171,19 +160,11 @@ def prompted(model: PreTrainedModel, policy: str, budget: int, rows: int) -> KVC
     return cache
 
 
-def step_of(
-    model: PreTrainedModel, room: int, how: str, backend: str
-) -> tuple[Decode, Callable[[], bool]]:
-    """Return kvtool's step, and a function that says whether it ran as a CUDA graph.
-
-    Args:
-        room: how many steps are to come.
-        how: eager, captured or compiled.
-    """
-    if how == "eager":
-        return decode_step, lambda: False
-    step = StaticDecoding(model, room, compiled=how == "compiled", backend=backend)
-    return step, lambda: step.report().cuda_graphs
+def steps_of(model: PreTrainedModel, room: int, how: str, backend: str) -> StaticDecoding:
+    """Return kvtool's steps, so many to come: eager, captured or compiled."""
+    return StaticDecoding(
+        model, room, compiled=how == "compiled", graphs=how != "eager", backend=backend
+    )
 
 
 class PolicySteps:
@@ -198,7 +179,7 @@ class PolicySteps:
     ) -> None:
         self._model, self._policy, self._budget = model, policy, budget
         self._token = torch.full((1,), 7, device=model.device)
-        self._compiled = StaticDecoding(model, room, backend=backend, compiled=True)
+        self._compiled = steps_of(model, room, "compiled", backend)
 
     def refill(self) -> None:
         """Begin again after the prompt."""

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.maths.selection import keep_top, lowest, top_mask
+from kvtool.maths.selection import keep_top, lowest, pool_votes, top_mask
 from tests.reference.selection import choose_kept
 
 # few different numbers, so that most of them tie; slots in any order, some empty
@@ -38,6 +38,21 @@ def test_keep_top_is_a_stable_sort(slots, budget):
     ahead = {p for p in range(len(scores)) if forced[positions.index(p)]}
     assert kept[0, 0].tolist() == choose_kept(by_position, budget, ahead)
     assert [positions[i] for i in indices[0, 0].tolist()] == kept[0, 0].tolist()
+
+
+@settings(max_examples=60)
+@given(SLOTS, st.integers(1, 13), st.sampled_from(["max", "avg"]))
+def test_slots_that_are_known_to_be_in_order_give_the_same(slots, budget, pool):
+    scores, positions, flags = slots
+    budget, kernel = min(budget, len(scores)), 3
+    numbers, places, mask = tensors(scores, [3 * p for p in sorted(positions)], flags)
+    found = [keep_top(numbers, places, budget, mask, budget, in_order=each) for each in (0, 1)]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    votes = numbers.nan_to_num()
+    given = (votes, places, mask)
+    pooled = [pool_votes(*given, kernel=kernel, pool=pool, in_order=each) for each in (0, 1)]
+    assert torch.equal(*pooled)
 
 
 @settings(max_examples=60)

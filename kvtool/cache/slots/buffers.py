@@ -317,10 +317,12 @@ class SlotBuffers(SlotMemory):
         for name, part in slots.stored.items():
             self.stored[name][:, :, :count] = part
         self.positions[:, :, :count] = slots.positions
-        self.positions[:, :, count:] = -1
         for name, number in slots.state.items():
             self.state[name][:, :, :count] = number
-            self.state[name][:, :, count:] = 0
+        if count < self.positions.shape[2]:
+            self.positions[:, :, count:].fill_(-1)
+            for number in self.state.values():
+                number[:, :, count:].fill_(0)
         self.used, self.ordered, self.as_read = count, True, False
         self.reuse_slot = self.reserved = None
 

@@ -65,7 +65,9 @@ def cut(
         budget, most = split[..., None], int(split.max())
     slots = min(most, view.positions.shape[2])
     order = ordered(layer.policy, view, importance, protected, budget)
-    chosen, positions = keep_top(order, view.positions, budget, protected, slots)
+    chosen, positions = keep_top(
+        order, view.positions, budget, protected, slots, in_order=view.in_order
+    )
     kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:
         to_ragged(layer, kept)
@@ -132,6 +134,8 @@ def enter_block(
         _check_prompt(layer, state[PROMPT])
     keys = (raw_key,) if layer.policy.shows_keys else ()
     view = make_view(layer, (values_by_kv_head(layer, value),), stored, count, keys)
+    if layer.lengths is None and slots.ordered:
+        view = replace(view, in_order=True)
     later = layer.parts.later
     return Block(new, view, state, kept, later if later is not None and later.active else None)
 

@@ -48,7 +48,14 @@ class Voting(Score):
         weights = asked(rows).weights
         votes = weights.sum((2, 3)) / weights.shape[2]
         window = self._window(view)
-        return pool_votes(votes, view.positions, window, kernel=self.kernel, pool=self.pool)
+        return pool_votes(
+            votes,
+            view.positions,
+            window,
+            kernel=self.kernel,
+            pool=self.pool,
+            in_order=view.in_order,
+        )
 
     def protected(self, state: State, view: SlotView, evicted: Count) -> Tensor:
         return self._window(view)

@@ -1,9 +1,9 @@
 """Answer everything about a GPU that this project has to know, in commands of ten minutes.
 
-With a quarter of an hour of a GPU, see what it asks, run it, mend what it finds, run it again:
+With a quarter of an hour of a GPU, see the plan, run it, mend what it finds, and run it again:
 
-    python -m recipes.benchmarks.gpu --plan
     python -m recipes.benchmarks.gpu --json runs/device.json           # 9 min a call, a GPU
+    python -m recipes.benchmarks.gpu --plan
 
 Each call goes on where the last one stopped: what was found to be right is not measured again, what
 failed is. Results are written after every case. Parts, in their order, the first three within five

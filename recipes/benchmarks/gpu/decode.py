@@ -197,12 +197,13 @@ def kvtool_cache(
         cache = decoding.prompted(ours, policy_for(policy, settings), budget, rows)
     else:
         cache = filled(ours, policy, budget, random_slots(ours, n, rows))
-    decode, graphs = decoding.step_of(ours, room, how, settings.backend)
+    decode = decoding.steps_of(ours, room, how, settings.backend)
     token = torch.full((rows,), 7, device=ours.device)
 
     def known() -> tuple[int, int, bool]:
-        report = cache.report()
-        return report.traffic_bytes, report.allocated_bytes + report.state_bytes, graphs()
+        report, ran = cache.report(), decode.report()
+        held = report.allocated_bytes + report.state_bytes
+        return report.traffic_bytes, held, ran.cuda_graphs
 
     return partial(decode, ours, cache, token), known
 

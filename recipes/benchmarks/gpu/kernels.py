@@ -15,10 +15,11 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from kvtool.generation.graphs import CudaRecording
 from kvtool.kernels.checks import CODES, QUANTISED, Family, Kind, comparisons
 from kvtool.maths.columns import COLUMNS
 from kvtool.maths.quantise import GROUP
-from recipes.benchmarks.decoding import captured
+from recipes.benchmarks.decoding import recorded
 from recipes.benchmarks.gpu.results import Case, Record, Skip, Wrong
 from recipes.benchmarks.gpu.settings import Settings
 
@@ -158,7 +159,8 @@ def _without_host(settings: Settings, call: Callable[[], object]) -> tuple[Calla
         for _ in range(calls):
             call()
 
-    return captured(repeated, torch.device(settings.device)), calls
+    call()  # what is compiled
+    return recorded(repeated, CudaRecording(torch.device(settings.device))), calls
 
 
 def _draw(settings: Settings, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
