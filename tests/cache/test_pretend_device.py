@@ -39,6 +39,8 @@ from tests.models_for_tests import instructed, peaky_model, random_ids
 from tests.pretend_device import DEVICE, pretended, put
 from tests.tiers import first
 
+READING = ["sparq", "quest", "loki", "hsa", "exact-topk", "rocketkv-mt"]
+
 
 def policies():
     """Those that look at weights refuse this class of tensors."""
@@ -145,10 +147,13 @@ def test_layers_on_two_devices_keep_to_their_own(policy):
 
 
 @torch.no_grad()
-def static_steps(model, policy: str, mode: str) -> Run:
-    """One row, decoded in steps that change nothing but the contents of tensors."""
-    cache, done = build(model, policy, mode), Run()
-    done.note(cache, prefill(model, cache, random_ids(61).to(model.device)))
+def static_steps(model, policy: str, mode: str, padding: int = 0) -> Run:
+    """A row, or two, decoded in steps that change nothing but the contents of tensors."""
+    cache, done, rows = build(model, policy, mode), Run(), 2 if padding else 1
+    prompt = random_ids(61, batch=rows).to(model.device)
+    mask = torch.ones_like(prompt)
+    mask[-1, :padding] = 0
+    done.note(cache, prefill(model, cache, prompt, mask if padding else None))
 
     def forward(**inputs):
         with cache.static_step():
@@ -158,15 +163,16 @@ def static_steps(model, policy: str, mode: str) -> Run:
     for token in range(5, 11):
         fixed = cache.fix_shapes(8)
         static += fixed
-        ids = torch.full((1,), token, device=model.device)
+        ids = torch.full((rows,), token, device=model.device)
         done.note(cache, decode_step(model, cache, ids, forward if fixed else None))
     assert static >= 4
     return done
 
 
-@pytest.mark.parametrize("policy", first(1, ["h2o+caote", "adakv(window=4)", "rocketkv", "sparq"]))
-def test_static_steps_run_on_the_device_alone(policy):
-    check(elsewhere(), policy, "full", static_steps)
+@pytest.mark.parametrize("padding", [0, 17])
+@pytest.mark.parametrize("policy", first(1, ["rocketkv", "h2o+caote", "adakv(window=4)", *READING]))
+def test_static_steps_run_on_the_device_alone(policy, padding):
+    check(elsewhere(), policy, "full", functools.partial(static_steps, padding=padding))
 
 
 @torch.no_grad()

@@ -32,9 +32,7 @@ from kvtool.cache.steps.block import Block
 from kvtool.cache.steps.call import Call
 from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
-from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.parts import Read
-from kvtool.policies.read.dry import step_bytes
 from kvtool.policies.read.rows import PerRow, RowsView, drop_beyond, reads_together
 from kvtool.policies.read.view import Choice, ReadView
 
@@ -135,7 +133,7 @@ class SparseIndex(AttendsTokens):
         fixed.clock.begin()
         yield
         entries.count_token()
-        layer.read(_pairs_read(layer, fixed, self.heads))
+        layer.read(fixed.pairs_read(slots.keys, slots.values, self.heads))
         if isinstance(entries, PaddedEntries) and slots.reserved is None:
             entries.settle()
             slots.fill_to(entries.longest + 1)
@@ -181,16 +179,6 @@ class SparseIndex(AttendsTokens):
 def _sparse(entries: Entries) -> bool:
     """Whether the next step chooses for a row, by tables that are there."""
     return entries.tables is not None and any(e.tokens >= e.budget for e in entries.lengths())
-
-
-def _pairs_read(layer: SlotLayer, entries: FixedEntries, heads: int) -> float:
-    """Count the pairs that a static step has read of a row and KV head, empty slots included."""
-    keys, values, lengths = layer.slots.keys, layer.slots.values, entries.of.lengths()
-    layer_sizes = HeadSizes(keys.shape[1], heads, keys.shape[-1], values.shape[-1], itemsize=2)
-    pair = layer_sizes.kv_heads * (keys.shape[-1] + values.shape[-1]) * layer_sizes.itemsize
-    rows = zip(lengths, entries.most, strict=True)
-    read = sum(step_bytes(each.reader, layer_sizes, most) for each, most in rows)
-    return read / (pair * len(lengths))
 
 
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:

@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvtool.maths.estimates import put_column
-from kvtool.policies.numbers import State
+from kvtool.policies.numbers import HeadSizes, State
 from kvtool.policies.parts import Read
+from kvtool.policies.read.dry import step_bytes
 from kvtool.policies.read.rows import PerRow, RowsRead, last_of
 from kvtool.policies.read.view import Stored
 
@@ -399,6 +400,18 @@ class FixedEntries:
             clocks[kind] = Clock(lengths, self.most, seen, device)
         self.clock = clock = clocks[kind]
         self.sizes, self.budget, self.dense = clock.sizes, clock.budget, clock.dense
+        self._pairs: float | None = None
+
+    def pairs_read(self, keys: Tensor, values: Tensor, heads: int) -> float:
+        """Count the pairs that a step has read of a row and KV head, empty slots included."""
+        if self._pairs is None:
+            layer = HeadSizes(keys.shape[1], heads, keys.shape[-1], values.shape[-1], itemsize=2)
+            lengths = self.of.lengths()
+            rows = zip(lengths, self.most, strict=True)
+            read = sum(step_bytes(each.reader, layer, most) for each, most in rows)
+            pair = layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.itemsize
+            self._pairs = read / (pair * len(lengths))
+        return self._pairs
 
     def stationary(self) -> list[Tensor]:
         """Return what a static step reads or writes, where it is."""
