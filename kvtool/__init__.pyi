@@ -62,6 +62,7 @@ def generate(
     stop: str | Sequence[str] = (),
     compare_full: bool = False,
     compile: bool | None = None,
+    graphs: bool = True,
 ) -> GenerationDocument: ...
 def compress(
     model: Any = None,

@@ -13,6 +13,7 @@ from kvtool.generation import decode_step, prefill
 from kvtool.kernels import trust
 from kvtool.kernels.checks import Family
 from tests.kernels import torch_kernels
+from tests.kernels.conftest import take_bfloat16_for_numbers  # noqa: F401
 from tests.kernels.drawn import DEVICE
 from tests.models_for_tests import family_model, peaky_model, random_ids
 from tests.tiers import first, first_rows

@@ -205,7 +205,11 @@ class KVCache(InWords, CacheState):
     def end_forward(self, ids: Tensor | None = None) -> None:
         """Note that a forward has run through all layers; `ids`: (batch, q_len), None: unknown."""
         self.changing = False
-        if ids is None or torch.compiler.is_compiling() or self.first_layer.seen_device is not None:
+        if (
+            ids is None
+            or torch.compiler.is_compiling()
+            or self.slot_layers[0].seen_device is not None
+        ):
             return  # whoever runs a static step notes its tokens
         running, parts = self.running, self.running.fed.parts
         if running.in_generate and ids.shape[1] == 1:  # which notes its text at its end
