@@ -24,8 +24,10 @@ from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.generation.model_settings import end_tokens
 from kvtool.generation.serving import (
+    STEPS,
     Batch,
     Drawing,
     Room,
@@ -33,7 +35,6 @@ from kvtool.generation.serving import (
     Waiting,
     begin,
     bytes_of,
-    step_all,
 )
 from kvtool.model_shape import layer_shapes
 
@@ -160,6 +161,7 @@ class LiveAnswers:
         memory: int | None = None,
         most_sequences: int | None = None,
         piece: int | None = None,
+        graphs: bool = True,
     ) -> None:
         """Start the thread.
 
@@ -168,9 +170,10 @@ class LiveAnswers:
             most_sequences: requests in flight; None: no bound.
             piece: tokens of a prompt that are read between two steps, where the policy and the
                 memory allow it: until its end all layers hold it whole. None: all.
+            graphs: whether steps are recorded and replayed as CUDA graphs, where that can be done.
         """
         self.model, self.tokenizer, self.memory = model, tokenizer, memory
-        self._piece = piece
+        self._piece, self._graphs = piece, graphs
         self._reading: tuple[Job, Generator[None, None, None]] | None = None
         self.held = Held()
         self._room = Room(memory, most_sequences)
@@ -275,6 +278,10 @@ class LiveAnswers:
                 return None
             job = self._coming[0]
             sizes = self._sizes(job)
+            if not self._room.takes(sizes, self._ended):
+                for live in self._batches:
+                    live.batch.tighten()
+                sizes = self._sizes(job)
             if not self._room.takes(sizes):
                 return None
             if self.memory is not None:
@@ -283,13 +290,28 @@ class LiveAnswers:
 
     def _sizes(self, job: Job | None = None) -> list[list[int]]:
         """Return the bytes of each request of each batch, with one more in the batch it joins."""
+        reading = [] if self._reading is None else [self._reading[0]]
+        there = [(live.group, live.batch.sizes) for live in self._batches]
+        there += [(each.group, [each.sequence_bytes]) for each in reading]
         sizes, joined = [], False
-        for jobs in self._in_flight():
-            own = [each.sequence_bytes for each in jobs]
-            if job is not None and jobs and jobs[0].group == job.group and not joined:
+        for group, own in there:
+            if job is not None and group == job.group and not joined:
                 own, joined = [*own, job.sequence_bytes], True
             sizes.append(own)
         return sizes if job is None or joined else [*sizes, [job.sequence_bytes]]
+
+    @property
+    def _ended(self) -> int:
+        """Places of requests that have ended, which are still in their batches."""
+        return sum(len(live.batch.sizes) - len(live.jobs) for live in self._batches)
+
+    def _free(self, batch: Batch) -> int | None:
+        """Return the bytes that a batch may take beside the others."""
+        if self.memory is None:
+            return None
+        there = [live.batch.sizes for live in self._batches if live.batch is not batch]
+        reading = 0 if self._reading is None else self._reading[0].sequence_bytes
+        return self.memory - bytes_of(there) - reading
 
     def _read(self, job: Job) -> Generator[None, None, None]:
         """Read a request's prompt, with a pause after each piece, and let it join the others."""
@@ -325,7 +347,8 @@ class LiveAnswers:
                 if live.group == job.group:
                     live.join(job, running, opened.cache, logits)
                     return
-        batch = Batch(opened.cache, logits, [running])
+        steps = StaticDecoding(self.model, STEPS, graphs=self._graphs)
+        batch = Batch(self.model, opened.cache, logits, [running], steps, self._free)
         self._batches.append(_Live(self.model, self.held, job.group, [job], batch))
 
 
@@ -346,7 +369,8 @@ class _Live:
 
     def join(self, job: Job, running: Running, cache: KVCache, logits: torch.Tensor) -> None:
         self.joined = True
-        self.batch.add([running], [cache], [logits])
+        if not self.batch.put(running, cache, logits):
+            self.batch.add([running], [cache], [logits])
         self.jobs.append(job)
 
     def drop_cancelled(self) -> None:
@@ -358,7 +382,7 @@ class _Live:
 
     def step(self) -> None:
         """Draw a token for each request, and end those that it ends."""
-        ended = step_all(self.model, self.batch.sequences, self.batch.logits)
+        ended = self.batch.step()
         for job, running in zip(self.jobs, self.batch.sequences, strict=True):
             job.on_token(running.new[-1])
         for entry, ends in enumerate(ended):
@@ -367,14 +391,15 @@ class _Live:
         going = [i for i, ends in enumerate(ended) if not ends]
         self.jobs = [self.jobs[i] for i in going]
         if going:
-            self.batch.go_on(self.model, going)
+            self.batch.go_on(going)
 
     def _end(self, entry: int) -> None:
         """Hand over an answer, and hold its conversation."""
         job, running = self.jobs[entry], self.batch.sequences[entry]
         opened = job.opened
         assert opened is not None, "which was admitted"
-        cache = take_entry(self.batch.cache, entry) if self.joined else self.batch.cache
+        cache = self.batch.cache
+        cache = take_entry(cache, self.batch.places[entry]) if self.joined else cache
         new = running.new
         cache.remember(running.known)
         answer = Answer(

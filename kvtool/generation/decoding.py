@@ -26,6 +26,8 @@ _MARGIN = 8  # tokens before a stop text, for tokenizers whose first token loses
 _HELD, _CONTEXT = 64, 16  # tokens of streamed text that are decoded again, and that stay
 _CLEANED = 32  # characters at the end of a text that the clean-up of spaces may still change
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+ENDS_BY_TOKENS = (EosTokenCriteria, MaxLengthCriteria)
+"""What ends a text without a look at what it says."""
 
 
 class Drawing:
@@ -49,11 +51,7 @@ class Drawing:
         self._padding, self.most = made.settings._pad_token_tensor, made.settings.max_length
         ends = [each for each in made.criteria if isinstance(each, EosTokenCriteria)]
         self._ends = [each.eos_token_id.to(device) for each in ends]
-        self._asks = [
-            each
-            for each in made.criteria
-            if not isinstance(each, (EosTokenCriteria, MaxLengthCriteria))
-        ]
+        self._asks = [each for each in made.criteria if not isinstance(each, ENDS_BY_TOKENS)]
         self.fixed = all(type(each).__name__ in _OF_LOGITS for each in made.processors)
         self.generators = [] if generator is None or not self._samples else [generator]
         self.token = input_ids.new_zeros(rows)

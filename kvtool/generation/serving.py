@@ -6,22 +6,30 @@ an answer is the one that the prompt gets alone, and short answers do not wait f
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvtool.cache.whole.batching import append_entries, keep_entries
+from kvtool.cache.whole.batching import append_entries, keep_entries, put_entry
 from kvtool.cache.whole.cache import KVCache
 from kvtool.errors import KvtoolError
 from kvtool.generation.broken_numbers import broken_entries, explain
-from kvtool.generation.decoding import StopsAt, longer, sample
-from kvtool.generation.feeding import decode_step, prefill, wait
+from kvtool.generation.decoding import ENDS_BY_TOKENS, StopsAt, Told, longer, sample
+from kvtool.generation.feeding import learned_positions, prefill, wait
+from kvtool.generation.graphs import StaticDecoding
 from kvtool.generation.model_settings import Prepared, check_drawing, drawing_settings, prepare
+
+_BUCKETS = (1, 2, 4, 8, 16, 32)
+"""Places of a batch whose steps are recorded; above, multiples of the last."""
+_SPARED = 8  # of more places that a memory holds, one is left for the prompt that is read next
+STEPS = 2048
+"""Steps that a batch may run, as far as is known when it begins."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,13 @@ class Running:
         """The prompt and the answer so far: (1, tokens) int64 on the CPU."""
         return self.text[:, : self.prompt.ids.shape[1] + len(self.new)]
 
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest tokens are drawn, and only their number and the model end it."""
+        made = self.made
+        by_tokens = all(isinstance(each, ENDS_BY_TOKENS) for each in made.criteria)
+        return by_tokens and not (made.processors or made.settings.do_sample)
+
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token from (1, vocab) logits: (1,) int64."""
         scores = self.made.processors(self.known.to(logits.device), logits)
@@ -152,6 +167,7 @@ def serve(
     drawing: Drawing | None = None,
     served: Served | None = None,
     stop_when: Callable[[], bool] | None = None,
+    graphs: bool = True,
 ) -> Iterator[Answered]:
     """Answer prompts in turn, as many at a time as a memory holds.
 
@@ -164,6 +180,7 @@ def serve(
         most_sequences: sequences in flight; None: no bound.
         served: is kept up to date.
         stop_when: asked before every token whether to end there.
+        graphs: whether steps are recorded and replayed as CUDA graphs, where that can be done.
 
     Yields:
         Answers as they end.
@@ -178,37 +195,48 @@ def serve(
         room.check(prompt.sequence_bytes, f"prompt {prompt.index}")
     settings = drawing_settings(model, 1, drawing.temperature, 0)
     check_drawing(model, tokenizer, settings)
+    largest = max((prompt.sequence_bytes for prompt in prompts), default=0)
+    replays = StaticDecoding(model, STEPS, graphs=graphs).replays
+    if replays and memory is not None and memory > _SPARED * largest:
+        room = Room(memory - largest, most_sequences)
     waiting, batch = deque(prompts), None
     start = time.perf_counter()
     while waiting or batch is not None:
-        sizes: list[int] = (
-            [] if batch is None else [each.prompt.sequence_bytes for each in batch.sequences]
-        )
-        coming, begun = [], time.perf_counter()
+        sizes: list[int] = [] if batch is None else batch.sizes_alone
+        coming: list[tuple[Running, KVCache, Tensor]] = []
+        begun = time.perf_counter()
         while waiting and room.takes([[*sizes, waiting[0].sequence_bytes]]):
             prompt, cache = waiting.popleft(), new_cache()
             sizes.append(prompt.sequence_bytes)
+            if batch is not None and memory is not None:
+                beside = [each.prompt.sequence_bytes for each, *_ in coming]
+                if bytes_of([[*batch.sizes, *beside, sizes[-1]]]) > memory:
+                    batch.tighten()
             new = prompt.max_new_tokens
             logits = prefill(model, cache, prompt.ids, new_tokens=new, tokenizer=tokenizer)
-            coming.append((begin(model, tokenizer, prompt, drawing), cache, logits))
-        if coming:
+            read = begin(model, tokenizer, prompt, drawing), cache, logits
+            if batch is None or not batch.put(*read):
+                coming.append(read)
             served.read(time.perf_counter() - begun)
+            begun = time.perf_counter()
+        if coming:
             if batch is None:
                 sequence, cache, logits = coming.pop(0)
-                batch = Batch(cache, logits, [sequence])
+                steps = StaticDecoding(model, STEPS, graphs=graphs)
+                batch = Batch(model, cache, logits, [sequence], steps, lambda _: room.memory)
             if coming:
                 batch.add(*map(list, zip(*coming, strict=True)))
         assert batch is not None, "there is room for a prompt where none runs"
         if stop_when is not None and stop_when():
             return
-        ended = step_all(model, batch.sequences, batch.logits)
+        ended = batch.step()
         served.count(len(ended), time.perf_counter() - start)
         yield from (
             sequence.answer() for sequence, ends in zip(batch.sequences, ended, strict=True) if ends
         )
-        going = [place for place, ends in enumerate(ended) if not ends]
+        going = [i for i, ends in enumerate(ended) if not ends]
         if going:
-            batch.go_on(model, going)
+            batch.go_on(going, len(waiting))
         else:
             batch = None
     wait(model)
@@ -218,42 +246,164 @@ def serve(
 class Batch:
     """The sequences in flight, over one cache.
 
+    Where steps are recorded, a batch has as many places as one of `_BUCKETS`, as far as the memory
+    allows. A sequence that has ended stays in its place, fed padding that no answer depends on. So
+    the recording holds until a smaller bucket serves, or one comes that does not fit in there.
+
     Attributes:
-        logits: (rows, vocab) of the token behind the last of each.
+        logits: (places, vocab) behind the last token in each place.
+        memory: returns the bytes that a batch may take; None: no bound.
+        places: those of the sequences.
     """
 
+    model: PreTrainedModel
     cache: KVCache
     logits: Tensor
     sequences: list[Running]
+    steps: StaticDecoding
+    memory: Callable[[Batch], int | None] = lambda batch: None
+
+    def __post_init__(self) -> None:
+        self.places = list(range(len(self.sequences)))
+        replays = self.steps.replays  # padding would run over the positions that are learned
+        self._stays = replays and learned_positions(self.model) is None
+        self._fed, self._widest = False, max(self.sizes_alone)
+        self._left = self._remaining(max) if self._appends else sys.maxsize
+
+    @property
+    def fixed(self) -> bool:
+        """Whether sequences that have ended stay in their places."""
+        return self._stays and self.steps.replays
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each place."""
+        return [self._widest] * len(self.logits) if self.fixed else self.sizes_alone
+
+    @property
+    def sizes_alone(self) -> list[int]:
+        """The bytes of the sequences, as they would be without others."""
+        return [sequence.prompt.sequence_bytes for sequence in self.sequences]
+
+    def put(self, sequence: Running, cache: KVCache, logits: Tensor) -> bool:
+        """Let a sequence take the place of one that has ended; whether it fits there."""
+        free = [row for row in range(len(self.logits)) if row not in self.places]
+        if not (self.fixed and free and put_entry(self.cache, free[0], cache)):
+            return False
+        self.logits[free[0]] = logits[0]
+        self.sequences, self.places = [*self.sequences, sequence], [*self.places, free[0]]
+        return True
 
     def add(
         self, sequences: Sequence[Running], caches: Sequence[KVCache], logits: Sequence[Tensor]
     ) -> None:
         """Let sequences join, each with its cache and its (1, vocab) logits."""
-        self.sequences += sequences
-        append_entries(self.cache, caches, self._coming())
+        self.tighten()
+        self.sequences = [*self.sequences, *sequences]
+        append_entries(self.cache, caches, self._remaining(min))
         self.logits = torch.cat([self.logits, *logits])
+        self.places = list(range(len(self.sequences)))
+        if self.fixed:
+            self._make(self._rows(len(self.places)))
 
-    def keep(self, going: Sequence[int]) -> None:
-        """Drop all sequences but these."""
-        if len(going) < len(self.sequences):
-            self.sequences = [self.sequences[place] for place in going]
-            self.logits = self.logits[torch.tensor(going, device=self.logits.device)]
-            keep_entries(self.cache, torch.tensor(going), self._coming())
+    def keep(self, going: Sequence[int], coming: int = 0) -> None:
+        """Drop all sequences but these; `coming` may take their places at once."""
+        self.sequences = [self.sequences[i] for i in going]
+        self.places = [self.places[i] for i in going]
+        if not self.fixed:
+            self.tighten()
+        elif self.places and self._rows(len(going) + coming) < len(self.logits):
+            self._make(self._rows(len(going)))
 
-    def go_on(self, model: PreTrainedModel, going: Sequence[int]) -> None:
-        """Drop all sequences but these, and read the newest token of each."""
-        self.keep(going)
-        tokens = torch.tensor(
-            [sequence.new[-1] for sequence in self.sequences], device=model.device
-        )
-        self.logits = decode_step(model, self.cache, tokens)
+    def tighten(self) -> None:
+        """Take no more memory than the sequences need until one of them has to end."""
+        wide = self.fixed and self._widest > max(self.sizes_alone)
+        if wide or len(self.places) < len(self.logits):
+            self._make(len(self.places), tight=True)
 
-    def _coming(self) -> int:
-        """Count the tokens that come before one of the sequences has to end."""
-        return min(
-            sequence.prompt.max_new_tokens - len(sequence.new) for sequence in self.sequences
-        )
+    def step(self) -> list[bool]:
+        """Draw a token for each sequence; which sequences it ends.
+
+        Where the likeliest tokens are drawn whatever the text is, the host reads them while they
+        are fed: a sequence that ends has its last token fed as well.
+        """
+        places, logits = self.places, self.logits
+        waits = self.steps.replays and self._remaining(max) > 1
+        if not (waits and all(sequence.plain for sequence in self.sequences)):
+            if places != list(range(len(logits))):
+                logits = logits[torch.tensor(places, device=logits.device)]
+            return step_all(self.model, self.sequences, logits)
+        drawn = logits.argmax(-1)
+        told = Told(torch.stack([drawn, broken_entries(logits).to(drawn.dtype)]))
+        self._feed(drawn)
+        self._fed = True
+        return take_all(self.model, self.sequences, told.read()[:, places])
+
+    def go_on(self, going: Sequence[int], coming: int = 0) -> None:
+        """Drop all sequences but these as `keep` does, and read the newest token of each."""
+        self.keep(going, coming)
+        if not self._fed and going:
+            fed = [0] * len(self.logits)
+            for place, sequence in zip(self.places, self.sequences, strict=True):
+                fed[place] = sequence.new[-1]
+            self._feed(torch.tensor(fed, device=self.model.device))
+        self._fed = False
+
+    def _feed(self, tokens: Tensor) -> None:
+        if self.fixed and self._left < 1:
+            tokens = tokens[self._make(self._rows(len(self.places)))]
+        self.logits = self.steps.feed(self.cache, tokens)
+        self._left -= 1
+
+    def _rows(self, sequences: int) -> int:
+        """Count the places of a batch of some sequences."""
+        rows = next((size for size in _BUCKETS if size >= sequences), -(-sequences // 32) * 32)
+        room, widest = self.memory(self), max(self.sizes_alone, default=0)
+        return rows if room is None else max(sequences, min(rows, room // max(widest, 1)))
+
+    def _make(self, rows: int, *, tight: bool = False) -> Tensor:
+        """Have the places of the sequences alone, and copies of the last one up to a number.
+
+        Returns:
+            (places,) int64, which these were before.
+        """
+        entries = torch.tensor([*self.places, *self.places[-1:] * (rows - len(self.places))])
+        before = entries.to(self.logits.device)
+        if rows != len(self.logits) or self._left < 1 or tight:
+            self.logits = self.logits[before]
+            keep_entries(self.cache, entries, self._remaining(min))
+            self.places = list(range(len(self.places)))
+        if self.fixed:
+            self._expect(0 if tight else self.memory(self))
+        return before
+
+    def _expect(self, room: int | None) -> None:
+        """Take slots for as many tokens as are to come, and as the memory allows."""
+        self._widest, self._left = max(self.sizes_alone), sys.maxsize
+        if not self._appends:
+            return
+        self._left = self._remaining(max)
+        if room is not None:
+            rows, held, slot = len(self.logits), 0.0, 0.0
+            for store in (store for each in self.cache.slot_layers for store in each.stores):
+                slots = store.slots
+                size = (slots.kv_bytes + slots.state_bytes) / max(slots.capacity, 1)
+                held, slot = held + size * slots.used, slot + size * store.appends
+            least = self._remaining(min)
+            self._left = max(least, min(self._left, int((room - held) // max(slot, 1))))
+            if self._left > least:
+                self._widest = max(self._widest, int((held + slot * self._left) // rows) + 1)
+        for layer in self.cache.slot_layers:
+            layer.expect(self._left)
+
+    @property
+    def _appends(self) -> bool:
+        return self.cache.policy.when != "always"
+
+    def _remaining(self, most_or_least: Callable[[Iterable[int]], int]) -> int:
+        """Count the tokens that come before one of the sequences, or all, have to end."""
+        left = (each.prompt.max_new_tokens - len(each.new) for each in self.sequences)
+        return most_or_least(left)
 
 
 @dataclass(frozen=True)
@@ -271,9 +421,13 @@ class Room:
                 hint="more memory, a smaller budget, a shorter text or fewer tokens",
             )
 
-    def takes(self, batches: Sequence[Sequence[int]]) -> bool:
-        """Return whether batches of sequences of these sizes fit; one alone always does."""
-        count = sum(map(len, batches))
+    def takes(self, batches: Sequence[Sequence[int]], ended: int = 0) -> bool:
+        """Return whether batches of places of these sizes fit; one alone always does.
+
+        Args:
+            ended: places whose sequences have ended.
+        """
+        count = sum(map(len, batches)) - ended
         few = self.sequences is None or count <= self.sequences
         fit = self.memory is None or bytes_of(batches) <= self.memory
         return count == 1 or (few and fit)
@@ -309,7 +463,16 @@ def step_all(model: PreTrainedModel, sequences: Sequence[Running], logits: Tenso
         )
     else:
         drawn = logits.argmax(-1)
-    tokens, bad = torch.stack([drawn, broken.to(drawn.dtype)]).tolist()
+    return take_all(model, sequences, torch.stack([drawn, broken.to(drawn.dtype)]))
+
+
+def take_all(model: PreTrainedModel, sequences: Sequence[Running], drawn: Tensor) -> list[bool]:
+    """Add a token to each sequence; which of them it ends.
+
+    Args:
+        drawn: (2, sequences) int64, the tokens and whether the logits behind them were broken.
+    """
+    tokens, bad = drawn.tolist()
     if any(bad):
         raise explain(model, sequences[bad.index(1)].known.to(model.device))
     return [sequence.take(token) for sequence, token in zip(sequences, tokens, strict=True)]

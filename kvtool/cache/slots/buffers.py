@@ -292,6 +292,13 @@ class SlotBuffers(SlotMemory):
         self.reserved, self.reuse_slot = Reserved(following, tokens), None
         self.fill_to(kept + tokens)
 
+    def go_on_behind(self, filled: Tensor, other: SlotBuffers) -> None:
+        """Have the next token behind (batch, kv_heads) filled slots, by the way of other slots."""
+        if other.reserved is not None:
+            self.reserved = Reserved(filled, other.reserved.left)
+        else:
+            self.reuse_slot = filled
+
     def use_reserved(self, by: int = 1) -> None:
         """Count one reserved slot as taken; append behind all slots again after the last."""
         if self.reserved is not None:

@@ -7,6 +7,7 @@ and counted alike. Only a form knows what is in them.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -169,6 +170,8 @@ class CodedForm(Form):
 
     def reindexed(self, change: Callable[[Tensor], Tensor]) -> Form:
         ranges = ChannelRanges(*(change(tensor) for tensor in self.ranges))
+        if all(map(operator.is_, ranges, self.ranges)):
+            return self
         return self.with_ranges(ranges, shifted=self.shifted)
 
     def _check(self, layer: int, keys: Tensor, values: Tensor) -> None:

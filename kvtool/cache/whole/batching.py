@@ -6,13 +6,15 @@ the tensors of one cache are paired with those of the other by their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
+from kvtool.cache.slots.part import CutSchedule
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.sizing import Growth, LayerBudget
 from kvtool.cache.slots.slot_form import CodedForm
@@ -74,6 +76,58 @@ def keep_entries(cache: KVCache, entries: Tensor, coming: int = 0) -> None:
         if layer.appends and layer.ragged is None:  # those that evict are as wide as their budget
             layer.slots.replace(_packed(layer))
         layer.expect(coming)
+
+
+@torch.no_grad()
+def put_entry(cache: KVCache, entry: int, other: KVCache) -> bool:
+    """Write the sequence of another cache over one of a batch, where every tensor stays in place.
+
+    So steps that were recorded hold. The other cache is empty afterwards. One device sync a layer.
+
+    Returns:
+        Whether it fits there; if not, nothing has changed.
+    """
+    pairs = list(zip(cache.slot_layers, other.slot_layers, strict=True))
+    if cache.link.rope is not None or not all(_fits(*pair) for pair in pairs):
+        return False
+    other.check_whole()
+    cache.check_whole()
+    for each in (cache, other):
+        each.ungroup()
+    other.static.forget()
+    spreads, new = cache.budgets.spreads, other.budgets.spreads
+    if spreads is not None and new is not None:
+        spreads[entry] = new[0]
+    cache.remember(None)
+    for layer, own in pairs:
+        budget, filled = own.budget.tokens, _packed(own)
+        _hold(own, filled, layer.slots.capacity)
+        own.slots.go_on_behind((filled.positions >= 0).sum(-1), layer.slots)
+        if isinstance(layer.budget.tokens, Tensor):
+            own.set_budget(LayerBudget(layer.budget.tokens.new_tensor(budget).view(1, 1, 1)))
+        for old, now in zip(_tensors(layer), _tensors(own), strict=True):
+            old[entry] = now[0]
+        layer.count_from(max(layer.seen, own.seen), layer.lengths)
+        own.reset()
+    return True
+
+
+def _fits(layer: SlotLayer, other: SlotLayer) -> bool:
+    """Whether the sequence of another layer can take the place of one, and nothing moves."""
+    slots, budget, own = layer.slots, layer.budget, other.budget
+    if layer.ragged is not None or other.ragged is not None or CutSchedule.of(layer) is not None:
+        return False
+    if layer.lengths is None or (slots.reuse_slot is None and slots.reserved is None):
+        return False
+    same = budget.min_budget <= own.min_budget <= own.max_budget <= budget.max_budget
+    forms = slots.form, other.slots.form
+    coded = [form.shifted for form in forms if isinstance(form, CodedForm)]
+    if not same or other.slots.kept > slots.kept or coded == [False, True]:
+        return False
+    beside = [list(_met(each.parts.values())) for each in (layer, other)]
+    shapes = [[(each.shape[1:], each.dtype) for each in tensors] for tensors in beside]
+    own_rows = all(len(each) == slots.batch and each.stride(0) for each in beside[0])
+    return shapes[0] == shapes[1] and own_rows
 
 
 @torch.no_grad()
@@ -150,13 +204,19 @@ def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
 
 def _tensors(layer: SlotLayer) -> Iterator[Tensor]:
     """Everything of a layer that follows its batch entries, in the order of `reindex`."""
+    return _met([layer])
+
+
+def _met(holders: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors that `reindex` of layers or parts changes."""
     met: list[Tensor] = []
 
     def meet(tensor: Tensor) -> Tensor:
         met.append(tensor)
         return tensor
 
-    layer.reindex(meet)
+    for each in holders:
+        each.reindex(meet)
     return iter(met)
 
 
