@@ -186,6 +186,7 @@ def evaluate(
     chat_template: Literal["auto", "on", "off"] | None = None,
     max_length: int | None = None,
     truncate: Literal["middle", "left", "error"] | None = None,
+    graphs: bool = True,
     baseline: bool | None = None,
     lengths: Any = None,
     depths: Any = None,

@@ -115,6 +115,7 @@ def answer_all(
         drawing=Drawing(settings.temperature or 0.0, settings.seed or 0, settings.stop),
         served=served,
         stop_when=stop_when,
+        graphs=settings.graphs,
     )
     with watcher.progress(len(waiting)) as advance:
         for found in answers:

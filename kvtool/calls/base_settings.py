@@ -108,6 +108,17 @@ class ModelSettings(_ModelFlags, RunSettings):
         return shlex.join([*words, *map(str, given), *trusting])
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodingSettings:
+    """How decode steps run."""
+
+    graphs: bool = flag(
+        "--graphs/--no-graphs",
+        "Replay decode steps as CUDA graphs, on CUDA.  [default: graphs]",
+        default=True,
+    )
+
+
 MEMORY_HELP = (
     "Memory, weights included, that --dry-run and -b auto count with (16GiB).  [default: what is "
     "free]"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from kvtool.calls.base_settings import RecipeSettings
+from kvtool.calls.base_settings import DecodingSettings, RecipeSettings
 from kvtool.documents.settings import Asking, as_flags, flag
 from kvtool.sizes import DEFAULT_TOKENS
 
@@ -90,7 +90,7 @@ class _HowSettings(RecipeSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings(_AskingFlags, _HowSettings):
+class EvalSettings(DecodingSettings, _AskingFlags, _HowSettings):
     """A comparison; None is what the recipe says, or the default."""
 
     tasks: list[str] = flag(

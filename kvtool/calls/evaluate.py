@@ -147,14 +147,16 @@ class EvalRun:
         """Measure what is missing, and return the results."""
         prepared = self.prepare(watcher)
         from kvtool.evaluation.measure import run_prepared
+        from kvtool.generation.graphs import recording
 
-        return run_prepared(
-            prepared,
-            watcher,
-            overwrite=self.settings.overwrite,
-            stop_on_error=not self.settings.continue_on_error,
-            argv=argv,
-        )
+        with recording(self.settings.graphs):
+            return run_prepared(
+                prepared,
+                watcher,
+                overwrite=self.settings.overwrite,
+                stop_on_error=not self.settings.continue_on_error,
+                argv=argv,
+            )
 
 
 def load_results(folder: str | Path) -> ResultsDocument:

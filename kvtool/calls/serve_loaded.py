@@ -66,7 +66,7 @@ class LoadedServer:
         if any(parse_policy(offer.policy).codec is not None for offer in offers.values()):
             watcher.note("note: prompts are read at once, as the codec asks; other answers wait")
         limits = {"memory": memory, "most_sequences": most, "piece": settings.prefill_chunk}
-        answers = LiveAnswers(model, loaded.tokenizer, **limits)
+        answers = LiveAnswers(model, loaded.tokenizer, **limits, graphs=settings.graphs)
         key, new, hosts = settings.key, settings.new_tokens, settings.hosts
         answer = settings.longest_answer_tokens or trained
         choose = self._choose

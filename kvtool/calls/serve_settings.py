@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.calls.base_settings import at_least, check_cache_file
+from kvtool.calls.base_settings import DecodingSettings, at_least, check_cache_file
 from kvtool.calls.settings import CachedSettings
 from kvtool.documents.files import expand
 from kvtool.documents.settings import flag
@@ -19,7 +19,7 @@ API_KEY = "KVTOOL_API_KEY"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeSettings(CachedSettings):
+class ServeSettings(DecodingSettings, CachedSettings):
     """A server's address, its limits, and the texts that conversations start from."""
 
     device_memory: str | None = None  # has no flag: --memory bounds the caches

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.calls.base_settings import MEMORY_HELP, RecipeSettings, at_least, check_cache_file
+from kvtool.calls.base_settings import (
+    MEMORY_HELP,
+    DecodingSettings,
+    RecipeSettings,
+    at_least,
+    check_cache_file,
+)
 from kvtool.documents.files import check_prompt, expand
 from kvtool.documents.settings import Template, flag
 from kvtool.engines.vllm.format import exported_path
@@ -184,7 +190,7 @@ class CompressionSettings(PromptSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(PromptSettings):
+class GenerationSettings(DecodingSettings, PromptSettings):
     """What is generated, and how: an answer, a conversation, or the answers to many prompts.
 
     Attributes:
@@ -256,11 +262,6 @@ class GenerationSettings(PromptSettings):
     compile: bool | None = flag(
         "--compile/--no-compile",
         "Decode through torch.compile.  [default: from 1536 new tokens on, on CUDA]",
-    )
-    graphs: bool = flag(
-        "--graphs/--no-graphs",
-        "Replay decode steps as CUDA graphs, on CUDA.  [default: graphs]",
-        default=True,
     )
 
     @property

@@ -16,7 +16,7 @@ PANELS: dict[str, tuple[str, ...]] = {
         *("max_length", "truncate", "metrics", "tokens", "decode", "context"),
         *("batch", "longest_prompt", "prompts", "memory", "skip_bad"),
     ),
-    "Answer": ("max_new_tokens", "temperature", "stop", "compare_full", "compile"),
+    "Answer": ("max_new_tokens", "temperature", "stop", "compare_full", "compile", "graphs"),
     "Output": (
         *("output", "format", "save", "show", "export_vllm", "to", "plot", "plots", "stream"),
         *("overwrite", "quiet", "progress"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,11 +24,25 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.whole.cache import KVCache
+from kvtool.cache.whole.layers import why_not
 from kvtool.generation.compiled import compiled_forward, explain, one_device
 from kvtool.generation.feeding import decode_step
 
 _MOST_ROOM = 2048  # tokens, since every step attends to the empty slots as well
 _PAYS_FROM = 4  # tokens; recording takes about as long as a step by itself
+
+
+_wanted: ContextVar[bool] = ContextVar("wanted", default=True)
+
+
+@contextmanager
+def recording(wanted: bool) -> Iterator[None]:
+    """Say whether steps that begin inside are recorded at all."""
+    before = _wanted.set(wanted)
+    try:
+        yield
+    finally:
+        _wanted.reset(before)
 
 
 class Recording(Protocol):
@@ -174,7 +190,9 @@ class StaticDecoding:
         required: bool = True,
     ) -> None:
         self._model, self._room, self._required = model, min(tokens, _MOST_ROOM), required
-        self._record = recorder(model) if graphs and tokens >= _PAYS_FROM else None
+        pays = graphs and _wanted.get() and tokens >= _PAYS_FROM
+        self._record = recorder(model) if pays else None
+        self._silent = not pays or (self._record is None and model.device.type != "cuda")
         self._compile = partial(compiled_forward, model, backend) if compiled else None
         self._forward: Callable[..., Any] | None = None
         self._recorded: _Recorded | None = None
@@ -207,6 +225,8 @@ class StaticDecoding:
         static = self._record is not None or self._compile is not None
         if not static or not cache.fix_shapes(self._room):
             self._eager += 1
+            if not self._silent:
+                self._explain(cache)
             return self._run(cache, token_ids, draw)
         if self._forward is None and self._compile is not None:
             self._forward = self._compile(len(token_ids))
@@ -257,7 +277,7 @@ class StaticDecoding:
                 generators[:] = [
                     _generator_in(state, token.device) for state in states
                 ]  # what has failed may have kept theirs
-                _tell(self._model, cache, error)
+                _tell(self._model, cache, str(error).strip() or type(error).__name__)
                 self._eager += self._forward is None
                 return self._run(cache, token_ids, key.draw)
             self._recorded = _Recorded(key, recording, token, logits)
@@ -283,6 +303,14 @@ class StaticDecoding:
             draw(logits)
         return logits
 
+    def _explain(self, cache: KVCache) -> None:
+        """Say what no later step will change."""
+        self._silent = True
+        several = self._record is None
+        why = "the model is on several devices" if several else why_not(cache.policy, "static")
+        if why is not None:
+            _tell(self._model, cache, why)
+
     def report(self) -> StepsReport:
         """Report how steps have run so far."""
         counts = self._graphs, self._eager, self._compiled, self._seconds
@@ -296,15 +324,14 @@ def _generator_in(state: Tensor, device: torch.device) -> torch.Generator:
 _told: set[tuple[str, str]] = set()
 
 
-def _tell(model: PreTrainedModel, cache: KVCache, error: Exception) -> None:
+def _tell(model: PreTrainedModel, cache: KVCache, why: str) -> None:
     """Say once of a policy and a kind of model why its steps are not recorded."""
     kind = str(cache.policy), model.config.model_type
     if kind in _told:
         return
     _told.add(kind)
-    lines = str(error).strip().splitlines() or [type(error).__name__]
     logging.getLogger(__name__).warning(
         "kvtool: steps of `%s` on `%s` run one operation at a time, "
         "since no CUDA graph could be recorded: %s",
-        *(*kind, lines[0][:200]),
+        *(*kind, why.splitlines()[0][:200]),
     )

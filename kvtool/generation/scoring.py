@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation.broken_numbers import broken_entries, check_logits, explain, explaining
-from kvtool.generation.feeding import decode_step, forward
+from kvtool.generation.feeding import forward
+from kvtool.generation.graphs import StaticDecoding
 
 
 def token_logprobs(
@@ -67,11 +68,12 @@ def token_scores(
     fed, targets = input_ids[:, :-1], input_ids[:, 1:]
     empty = cache.get_seq_length() == 0
     total = input_ids.shape[1] + (0 if empty else cache.tokens_seen()[0])
+    steps = StaticDecoding(model, fed.shape[1] if chunk == 1 else 0)
     with explaining(model, input_ids):
         for start in range(0, fed.shape[1], chunk):
             part = slice(start, start + chunk)
             if chunk == 1 and not (empty and start == 0):
-                logits = decode_step(model, cache, fed[:, start])[:, None]
+                logits = steps.feed(cache, fed[:, start])[:, None]
             else:
                 with cache.prompt([total]):
                     logits = forward(model, cache, fed[:, part], None, None)
@@ -105,10 +107,10 @@ def follow(
     Returns:
         (batch, steps, vocab) float32 on the CPU: the logits from which each token would come.
     """
-    logits = [next_logits.float().cpu()]
+    logits, steps = [next_logits.float().cpu()], StaticDecoding(model, token_ids.shape[1])
     with explaining(model, token_ids):
         for token in token_ids[:, :-1].unbind(1):
-            logits.append(decode_step(model, cache, token.to(model.device)).cpu())
+            logits.append(steps(model, cache, token.to(model.device)).cpu())
     followed = torch.stack(logits, 1)
     check_logits(model, followed, token_ids)
     return followed

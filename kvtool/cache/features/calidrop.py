@@ -88,6 +88,7 @@ class Calibration(Part):
         "latents": "`{policy.on_evict.name}`",
         "shared": "changes or sets aside what is evicted",
         "joined": "what it evicts is in host memory, by the rows that were read together",
+        "static": "the host decides in every step what it fetches of the evicted tokens",
     }
 
     def __init__(self, part: CaliDrop) -> None:

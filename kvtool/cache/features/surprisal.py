@@ -106,7 +106,8 @@ class Surprisals(CachePart):
     name = "surprisals"
     by_logits = True
     refusals: ClassVar[Mapping[str, str]] = {
-        "joined": "its cuts go by the logits of the tokens to come"
+        "joined": "its cuts go by the logits of the tokens to come",
+        "static": "the host cuts the cache before every step",
     }
 
     def __init__(self, layers: list[SlotLayer], score: SirLLM) -> None:

@@ -354,6 +354,7 @@ REFUSALS = {
     "shared": "layers that read the keys of another: what the policy does",
     "joined": "rows that join a running batch: why they cannot",
     "left_out": "rows without a decoded token: the whole error",
+    "static": "steps that are recorded once: why they cannot be",
 }
 """What features may refuse, and which part of the error they say."""
 

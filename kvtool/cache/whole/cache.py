@@ -417,9 +417,9 @@ class KVCache(InWords, CacheState):
         `tokens` tokens at once, and again when they are used up.
 
         Returns:
-            Whether shapes are fixed.
+            Whether shapes are fixed, and no step is shown to a watcher.
         """
-        if any(map(may_grow, self.slot_layers)):
+        if self._watcher is not None or any(map(may_grow, self.slot_layers)):
             return False
         self.ungroup()
         for layer in self.slot_layers:
