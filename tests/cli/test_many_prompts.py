@@ -12,6 +12,8 @@ import pytest
 from kvtool.calls.prompts import generate_many
 from kvtool.documents.prompts import AnswersFile
 from kvtool.errors import UsageError
+from kvtool.generation import graphs as graphs_of_steps
+from tests import tape
 
 FACTS = "The secret code for falcon: 7429103. The old lamp was near the school. "
 PROMPTS = [
@@ -21,6 +23,26 @@ PROMPTS = [
     f"{FACTS * 2}The",
 ]
 ARGUMENTS = ("-p", "h2o", "-b", "24", "-n", "6")
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_many_answers_are_recorded_unless_told_not_to(
+    kvtool, prompts, tmp_path, graphs, recordings
+):
+    """And the answers that are there count for both."""
+    arguments = ["generate", "--prompts", prompts, *ARGUMENTS, "-o", "answers.jsonl"]
+    assert kvtool(*arguments, *([] if graphs else ["--no-graphs"])).code == 0
+    assert bool(recordings) == graphs
+    again = kvtool(*arguments, *(["--no-graphs"] if graphs else []))
+    assert (again.code, "nothing was left to answer" in again.err) == (0, True)
+
+
+@pytest.fixture
+def recordings(monkeypatch):
+    """What is recorded, on a CPU."""
+    made = []
+    monkeypatch.setattr(graphs_of_steps, "recorder", tape.recorder(made))
+    return made
 
 
 @pytest.fixture

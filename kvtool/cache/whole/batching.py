@@ -6,15 +6,14 @@ the tensors of one cache are paired with those of the other by their order.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.slots.part import CutSchedule
+from kvtool.cache.slots.part import CutSchedule, Part
 from kvtool.cache.slots.ragged import to_ragged
 from kvtool.cache.slots.sizing import Growth, LayerBudget
 from kvtool.cache.slots.slot_form import CodedForm
@@ -124,7 +123,9 @@ def _fits(layer: SlotLayer, other: SlotLayer) -> bool:
     coded = [form.shifted for form in forms if isinstance(form, CodedForm)]
     if not same or other.slots.kept > slots.kept or coded == [False, True]:
         return False
-    beside = [list(_met(each.parts.values())) for each in (layer, other)]
+    beside = [
+        [t for part in each.parts.values() for t in _tensors(part)] for each in (layer, other)
+    ]
     shapes = [[(each.shape[1:], each.dtype) for each in tensors] for tensors in beside]
     own_rows = all(len(each) == slots.batch and each.stride(0) for each in beside[0])
     return shapes[0] == shapes[1] and own_rows
@@ -202,21 +203,15 @@ def _hold(layer: SlotLayer, slots: Slots, width: int) -> None:
     layer.slots.fill_to(width)
 
 
-def _tensors(layer: SlotLayer) -> Iterator[Tensor]:
-    """Everything of a layer that follows its batch entries, in the order of `reindex`."""
-    return _met([layer])
-
-
-def _met(holders: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors that `reindex` of layers or parts changes."""
+def _tensors(holder: SlotLayer | Part) -> Iterator[Tensor]:
+    """Everything of a layer or a part that follows batch entries, in the order of `reindex`."""
     met: list[Tensor] = []
 
     def meet(tensor: Tensor) -> Tensor:
         met.append(tensor)
         return tensor
 
-    for each in holders:
-        each.reindex(meet)
+    holder.reindex(meet)
     return iter(met)
 
 
