@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
-from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes
+from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes, with_signs
 
 
 class Family(str, Enum):
@@ -249,8 +249,11 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     pairs = zip(forms, draw.pairs(_STORED), strict=True)
     key, value = (QUANTISED[form](each) for form, each in pairs)
+    key = key[0], with_signs(key[1], draw.normal(_ROWS, _HEADS, _STORED, 1) > 0)
+    constants = draw.normal(_ROWS, _HEADS * draw.kind.group)
     form: Any = {"forms": forms, "value_dim": draw.kind.value_dim}
-    kernel, plain = partial(attend_codes, **form), partial(reference.attend_codes, **form)
+    kernel = partial(attend_codes, **form, constants=draw.shown(constants))
+    plain = partial(reference.attend_codes, **form, constants=constants)
     slots = (query, *key, *value)
     yield from _pairs(draw, kernel, plain, slots, draw.sinks(), draw.sums(_STORED))
 

@@ -18,8 +18,8 @@ _TOKEN = (
 )
 _CODES = (
     "(Tensor query, Tensor[] codes, Tensor? positions, Tensor(a!)[] columns, Tensor? sinks, "
-    "Tensor? valid, *, str names, str forms, SymInt value_dim, float scale, float? softcap, "
-    "bool weights) -> (Tensor, Tensor)"
+    "Tensor? valid, Tensor? constants, *, str names, str forms, SymInt value_dim, float scale, "
+    "float? softcap, bool weights) -> (Tensor, Tensor)"
 )
 
 
@@ -108,6 +108,7 @@ def decode_codes(
     columns: list[Tensor],
     sinks: Tensor | None,
     valid: Tensor | None,
+    constants: Tensor | None,
     *,
     names: str,
     forms: str,
@@ -122,7 +123,8 @@ def decode_codes(
         codes: codes and scales of keys, then of values.
         columns: as for `decode_token`.
         forms: of the codes of keys and of values.
-        query, positions, sinks, valid, value_dim, scale, softcap, weights: as for `attend_codes`.
+        query, positions, sinks, valid, constants, value_dim, scale, softcap, weights: as for
+            `attend_codes`.
     """
     (of_keys, of_values), (keys, key_scales, values, value_scales) = forms.split(), codes
     out, found = attend_codes(
@@ -140,6 +142,7 @@ def decode_codes(
         sinks=sinks,
         valid=valid,
         weights=weights,
+        constants=constants,
     )
     return _results(query, out, found)
 
