@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache as remember
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,19 +47,6 @@ def recording(wanted: bool) -> Iterator[None]:
         _wanted.reset(before)
 
 
-class Recording(Protocol):
-    """A step that can be run again, on what its tensors hold by then."""
-
-    def record(self, run: Callable[[], Tensor], generators: Iterable[torch.Generator]) -> Tensor:
-        """Record what a function does to tensors, which does not happen yet; what it returns.
-
-        Where that fails, the function's error is raised, and generators are as they were.
-        """
-
-    def replay(self) -> None:
-        """Do it."""
-
-
 class CudaRecording:
     """A CUDA graph, and the memory of its own that torch gives it."""
 
@@ -70,6 +57,10 @@ class CudaRecording:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], Tensor], generators: Iterable[torch.Generator]) -> Tensor:
+        """Record what a function does to tensors, which does not happen yet; what it returns.
+
+        Where that fails, the function's error is raised, and generators are as they were.
+        """
         for each in generators:
             self._graph.register_generator_state(each)
         with self._one_at_a_time, torch.cuda.device(self._device):
@@ -91,6 +82,7 @@ class CudaRecording:
         return found
 
     def replay(self) -> None:
+        """Do it."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
@@ -101,7 +93,7 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder(model: PreTrainedModel) -> Callable[[], Recording] | None:
+def recorder(model: PreTrainedModel) -> Callable[[], CudaRecording] | None:
     """Return what makes recordings of a model's steps; None: its device knows none."""
     if model.device.type != "cuda" or not one_device(model):
         return None
@@ -144,7 +136,7 @@ class StepsReport:
 class _Recorded(NamedTuple):
     """A recorded step, with the (rows,) token that it feeds and the logits that it leaves."""
 
-    recording: Recording
+    recording: CudaRecording
     token: Tensor
     logits: Tensor
 
@@ -242,7 +234,7 @@ class StaticDecoding:
                 if found != self._last:
                     self._last, self._recorded = found, None
                 elif self._recorded is None and self._record is not None:
-                    self._recorded = self._recording(self._record, cache, token_ids, draw)
+                    self._recorded = self._capture(cache, token_ids, draw)
                 if self._recorded is not None:
                     logits = self._replay(self._recorded, token_ids)
                 else:
@@ -256,19 +248,12 @@ class StaticDecoding:
         cache.end_forward(token_ids[:, None])
         return logits
 
-    def _recording(
-        self,
-        make: Callable[[], Recording],
-        cache: KVCache,
-        token_ids: Tensor,
-        draw: Drawing | None,
-    ) -> _Recorded | None:
+    def _capture(self, cache: KVCache, token_ids: Tensor, draw: Drawing | None) -> _Recorded | None:
         """Record a step, which does not happen yet; None: steps run as they are from now on."""
         token = token_ids if draw is not None else token_ids.clone()
         try:
-            if self._kind(cache) not in _refused:
-                recording = make()
-                run = partial(self._run, cache, token, draw)
+            if self._record is not None and self._kind(cache) not in _refused:
+                recording, run = self._record(), partial(self._run, cache, token, draw)
                 logits = recording.record(run, [] if draw is None else draw.generators)
                 return _Recorded(recording, token, logits)
         except Exception as error:  # any: what a device cannot record fails in its own way
