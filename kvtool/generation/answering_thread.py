@@ -26,16 +26,7 @@ from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.graphs import StaticDecoding
 from kvtool.generation.model_settings import end_tokens
-from kvtool.generation.serving import (
-    STEPS,
-    Batch,
-    Drawing,
-    Room,
-    Running,
-    Waiting,
-    begin,
-    bytes_of,
-)
+from kvtool.generation.serving import STEPS, Batch, Drawing, Room, Running, Waiting, begin, bytes_of
 from kvtool.model_shape import layer_shapes
 
 _END = object()
