@@ -153,8 +153,10 @@ def generate(
     )
     kept: list[Tensor] | None = [] if compare_full else None
     compiling = compiled or (compiled is None and pays(model, max_new_tokens))
-    how = {"compiled": compiling, "graphs": graphs, "required": compiled is not None}
-    steps = StaticDecoding(model, max_new_tokens, **how)
+    required = compiled is not None
+    steps = StaticDecoding(
+        model, max_new_tokens, compiled=compiling, graphs=graphs, required=required
+    )
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
     start = time.perf_counter()
