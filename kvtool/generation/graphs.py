@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache as remember
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,9 +28,6 @@ from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import why_not
 from kvtool.generation.compiled import compiled_forward, explain, one_device
 from kvtool.generation.feeding import decode_step
-
-if TYPE_CHECKING:
-    from kvtool.generation.decoding import Drawing
 
 _MOST_ROOM = 2048  # tokens, since every step attends to the empty slots as well
 _PAYS_FROM = 4  # tokens; recording takes about as long as a step by itself
@@ -100,7 +97,15 @@ def recorder(model: PreTrainedModel) -> Callable[[], CudaRecording] | None:
     return lambda: CudaRecording(model.device)
 
 
-@dataclass
+class Draw(Protocol):
+    """Draws the next token from logits, (rows, vocab), by generators, and asks the host nothing."""
+
+    generators: list[torch.Generator]
+
+    def __call__(self, logits: Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
 class StepsReport:
     """How decoded tokens ran.
 
@@ -174,7 +179,8 @@ class StaticDecoding:
         self._forward: Callable[..., Any] | None = None
         self._last: tuple | None = None  # what a recording holds for
         self._recorded: _Recorded | None = None
-        self._steps = StepsReport()
+        self._graphs = self._eager = self._compiled = self._replayed = 0
+        self._seconds, self._ran_graphs = 0.0, False
 
     @property
     def replays(self) -> bool:
@@ -183,7 +189,8 @@ class StaticDecoding:
 
     def report(self) -> StepsReport:
         """Report how steps have run so far."""
-        return replace(self._steps)
+        counts = self._graphs, self._eager, self._compiled, self._seconds
+        return StepsReport(*counts, self._ran_graphs, self._replayed)
 
     def __call__(self, model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
         """Feed one token per row: see `decode_step`."""
@@ -191,7 +198,7 @@ class StaticDecoding:
         return logits if self._recorded is None else logits.clone()  # the next step writes over it
 
     @torch.no_grad()
-    def feed(self, cache: KVCache, token_ids: Tensor, draw: Drawing | None = None) -> Tensor:
+    def feed(self, cache: KVCache, token_ids: Tensor, draw: Draw | None = None) -> Tensor:
         """Feed one token per row.
 
         Args:
@@ -204,7 +211,7 @@ class StaticDecoding:
         cache.check_whole()
         static = self._record is not None or self._compile is not None
         if not static or not cache.fix_shapes(self._room):
-            self._steps.eager_steps += 1
+            self._eager += 1
             if self._says_why:
                 several, self._says_why = self._record is None, False
                 why = "the model is on several devices" if several else None
@@ -222,12 +229,12 @@ class StaticDecoding:
             return self.feed(cache, token_ids, draw)
         made = counters["stats"]["unique_graphs"] - before
         if made:
-            self._steps.graphs += made
-            self._steps.compile_s += time.perf_counter() - start
-        self._steps.compiled_steps += self._forward is not None
+            self._graphs += made
+            self._seconds += time.perf_counter() - start
+        self._compiled += self._forward is not None
         return logits
 
-    def _step(self, cache: KVCache, token_ids: Tensor, draw: Drawing | None) -> Tensor:
+    def _step(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
         with cache.static_step():
             try:
                 found = cache.static, cache.static.epoch, len(token_ids), draw
@@ -239,7 +246,7 @@ class StaticDecoding:
                     logits = self._replay(self._recorded, token_ids)
                 else:
                     logits = self._run(cache, token_ids, draw)
-                    self._steps.eager_steps += self._forward is None
+                    self._eager += self._forward is None
             except (TorchDynamoException, FailOnRecompileLimitHit):
                 raise  # nothing has run
             except BaseException:
@@ -248,7 +255,7 @@ class StaticDecoding:
         cache.end_forward(token_ids[:, None])
         return logits
 
-    def _capture(self, cache: KVCache, token_ids: Tensor, draw: Drawing | None) -> _Recorded | None:
+    def _capture(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> _Recorded | None:
         """Record a step, which does not happen yet; None: steps run as they are from now on."""
         token = token_ids if draw is not None else token_ids.clone()
         try:
@@ -268,11 +275,11 @@ class StaticDecoding:
         if recorded.token is not token_ids:
             recorded.token.copy_(token_ids)
         recorded.recording.replay()
-        self._steps.cuda_graphs = True
-        self._steps.replayed_steps += self._forward is None
+        self._ran_graphs = True
+        self._replayed += self._forward is None
         return recorded.logits
 
-    def _run(self, cache: KVCache, token_ids: Tensor, draw: Drawing | None) -> Tensor:
+    def _run(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
         static = cache.first_layer.seen_device is not None
         step = partial(
             decode_step, self._model, cache, token_ids, self._forward if static else None

@@ -353,10 +353,9 @@ class Batch:
         """Drop all sequences but these as `keep` does, and read the newest token of each."""
         self.keep(going, coming)
         if not self._fed and going:
-            fed = [0] * len(self.logits)
-            for place, sequence in zip(self.places, self.sequences, strict=True):
-                fed[place] = sequence.new[-1]
-            self._feed(torch.tensor(fed, device=self.model.device))
+            tokens = torch.zeros(len(self.logits), dtype=torch.int64)
+            tokens[self.places] = torch.tensor([each.new[-1] for each in self.sequences])
+            self._feed(tokens.to(self.model.device))
         self._fed = False
 
     def _feed(self, tokens: Tensor) -> None:
