@@ -113,13 +113,13 @@ def operations_of_padded_rows(policy, batch):
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        ("quest", 182),
-        ("sparq(local=2)", 182),
-        ("loki", 122),
-        ("hsa", 248),
-        ("exact-topk", 86),
-        ("rocketkv(window=4)", 248),
-        ("rocketkv-mt(window=4)", 254),
+        ("quest", 180),
+        ("sparq(local=2)", 180),
+        ("loki", 120),
+        ("hsa", 246),
+        ("exact-topk", 70),
+        ("rocketkv(window=4)", 246),
+        ("rocketkv-mt(window=4)", 252),
     ],
 )
 def test_rows_of_a_padded_batch_are_read_together(policy, most):

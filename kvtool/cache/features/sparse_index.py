@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.sparse_tables import (
+    Clock,
     Entries,
     FixedEntries,
-    IndexedEntries,
-    PaddedEntries,
     take_slots,
     widened,
 )
@@ -34,7 +33,6 @@ from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Read
 from kvtool.policies.read.rows import PerRow, RowsView, drop_beyond, reads_together
-from kvtool.policies.read.view import Choice, ReadView
 
 
 class SparseIndex(AttendsTokens):
@@ -95,10 +93,7 @@ class SparseIndex(AttendsTokens):
         entries = [_entries(layer, self.selected, traffic, *each) for each in parts]
         keys, values = layer.slots.keys, layer.slots.values
         if layer.padded and reads_together(self.reader):
-            padded = PaddedEntries.of(entries, layer.slots.device)
-            padded.build(keys, values)
-            self.entries = [padded]
-            return
+            entries = [Entries.side_by_side(entries, layer.slots.device)]
         for each in entries:
             each.build(keys[each.rows], values[each.rows])
         self.entries = entries
@@ -109,8 +104,9 @@ class SparseIndex(AttendsTokens):
         if layer.seen_device is not None and fixed is not None:
             assert slots.written is not None, "static steps write where a tensor says"
             tokens = fixed.clock.tokens(layer.seen_device)
-            fixed.append(slots.keys, slots.values, slots.written, tokens)
-            return _attend(fixed, call, slots.keys, slots.values, tokens)[0]
+            clock, entries = fixed.clock, fixed.of
+            entries.append_static(slots.keys, slots.values, slots.written, tokens, clock.sizes)
+            return _attend(entries, call, slots.keys, slots.values, clock, tokens)[0]
         if self.entries is None:
             return None
         return sparse_decode(layer, self.entries, call)
@@ -134,7 +130,7 @@ class SparseIndex(AttendsTokens):
         yield
         entries.count_token()
         layer.read(fixed.pairs_read(slots.keys, slots.values, self.heads))
-        if isinstance(entries, PaddedEntries) and slots.reserved is None:
+        if layer.padded and slots.reserved is None:
             entries.settle()
             slots.fill_to(entries.longest + 1)
             slots.mark_for_reuse(entries.following(slots.kv_heads), static=False)
@@ -185,9 +181,9 @@ def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -
     rows = change(torch.arange(entries[-1].rows.stop))
     if len(entries) == 1:
         return [entries[0].mapped(change, slice(0, len(rows)))]
-    new = rows.tolist()
-    alone = [each for each in entries if isinstance(each, IndexedEntries)]
-    return [alone[old].of_entry(0, slice(i, i + 1)) for i, old in enumerate(new)]
+    return [
+        entries[old].mapped(torch.clone, slice(i, i + 1)) for i, old in enumerate(rows.tolist())
+    ]
 
 
 def _align(layer: SlotLayer) -> list[int]:
@@ -209,7 +205,7 @@ def _entries(
     budgets: TrafficBudgets,
     rows: slice,
     stored: int,
-) -> IndexedEntries:
+) -> Entries:
     lengths, selected = layer.lengths, None
     seen = layer.seen if lengths is None else int(lengths[rows.start])
     generated = max(0, seen - budgets.end(rows.start))
@@ -220,9 +216,15 @@ def _entries(
         selected = torch.cat([chosen, new.expand(*chosen.shape[:2], -1)], 2)
     tokens = stored if selected is None else selected.shape[2]
     reader, budget = budgets.reader(layer, rows.start, stored - generated)
-    basis = budgets.basis(layer)
-    return IndexedEntries(
-        rows, reader, budget, tokens - generated, stored, tokens, index=selected, basis=basis
+    return Entries(
+        rows,
+        [reader],
+        prompts=[tokens - generated],
+        budget=PerRow.one(budget),
+        stored=PerRow.one(stored),
+        tokens=PerRow.one(tokens),
+        index=selected,
+        basis=budgets.basis(layer),
     )
 
 
@@ -235,7 +237,7 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
         if len(entries) > 1:
             keys, values = keys[each.rows], values[each.rows]
         each.append(keys, values)
-        part, numbers, choice = _attend(each, call, keys, values)
+        part, numbers, choice = _attend(each, call, keys, values, each, each.tokens)
         out.append(part)
         chosen.append(choice)
         read += numbers
@@ -274,23 +276,22 @@ class _Chosen:
 
 
 def _attend(
-    entries: Entries | FixedEntries,
+    entries: Entries,
     call: Call,
     keys: Tensor,
     values: Tensor,
-    tokens: PerRow | None = None,
+    counts: Entries | Clock,
+    tokens: PerRow,
 ) -> tuple[Tensor, int, Tensor | None]:
     """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none.
 
     Args:
-        tokens: of a static step, how many there are to choose from.
+        counts: what counts: the entries, or the clock of static steps.
+        tokens: how many there are to choose from.
     """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
-    if isinstance(entries, IndexedEntries):
-        choice = _choose(entries, call, grouped, keys)
-    else:
-        choice = _choose_padded(entries, call, grouped, keys, tokens)
+    choice = _choose(entries, call, grouped, keys, counts, tokens)
     slots, whole = choice.slots, choice.whole
     if slots is not None and entries.index is not None:
         there = slots if whole else slots.clamp(min=0)
@@ -317,37 +318,43 @@ def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor |
     return mixed.to(out.dtype).view_as(out)
 
 
-def _choose_padded(
-    entries: PaddedEntries | FixedEntries,
+def _choose(
+    entries: Entries,
     call: Call,
     query: Tensor,
     keys: Tensor,
-    tokens: PerRow | None,
+    counts: Entries | Clock,
+    tokens: PerRow,
 ) -> _Chosen:
-    if isinstance(entries, PaddedEntries):
-        tokens = entries.tokens
-    assert tokens is not None, "a static step counts them"
-    dense, heads, budget = entries.dense, keys.shape[1], entries.budget
-    pair = keys.shape[-1] + call.value.shape[-1]
+    dense, heads, budget = counts.dense, keys.shape[1], counts.budget
+    pair, every = keys.shape[-1] + call.value.shape[-1], None
+    all_lists = keys.shape[0] * heads
+    if tokens.alike and all(dense):
+        return _Chosen(None, all_lists * tokens.most * pair, whole=True)
     fits = zip(tokens.known, budget.known, dense, strict=True)
     whole = [min(count, most) for count, most, alone in fits if alone]
-    every = None
     if whole:
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
         every = drop_beyond(every, tokens)
-    if every is not None and all(dense):
-        return _Chosen(every, sum(whole) * heads * pair)
+        if all(dense):
+            return _Chosen(every, sum(whole) * heads * pair)
     view = RowsView(
         query=query,
-        keys=entries.candidates(keys) if entries.index is None else keys,
+        keys=keys[:, :, : tokens.most] if entries.index is None else keys,
         tables=entries.tables or {},
-        tokens=tokens,
-        sizes=entries.sizes,
+        tokens=tokens.most,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
+        counts=tokens,
+        sizes=counts.sizes,
     )
-    choice = entries.reader.choose_rows(view)
+    if tokens.alike:
+        found = entries.reader.choose(view)
+        pairs = all_lists * tokens.most if found.slots is None else found.slots.numel()
+        numbers = found.estimate * all_lists + pairs * pair
+        return _Chosen(found.slots, numbers, found.weight, found.rest, whole=True)
+    choice = entries.rows_reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
     lists = slots[0, ..., 0].numel()
     sparse = zip(choice.pairs.known, choice.estimate, dense, strict=True)
@@ -375,21 +382,3 @@ def _attend_pairs(
         return weighted_values(call_weights(call, query, key, visible), value)
     mask = None if stands is None else stands[:, :, None]
     return packed_attention(query, key, value, mask, call.scale)
-
-
-def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> _Chosen:
-    choice, lists = Choice(None), keys.shape[0] * keys.shape[1]
-    if not entries.dense:
-        view = ReadView(
-            query=query,
-            keys=entries.candidates(keys) if entries.index is None else keys,
-            tables=entries.tables or {},
-            tokens=entries.tokens,
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-        choice = entries.reader.choose(view)
-    pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
-    numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
-    return _Chosen(choice.slots, numbers, choice.weight, choice.rest, whole=True)

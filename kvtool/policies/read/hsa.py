@@ -96,7 +96,7 @@ class HSA(Paged):
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         k1, sizes = view.sizes["k1"], view.sizes
-        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
+        plan = view.counts.once("plan", lambda: _plan(view.counts, sizes["page"], sizes["k"]))
         used = heaviest_channels(view.query, k1.most)
         part = drop_channels(take_channels(view.query, used), k1)
         negative = view.query.float().sum(2).gather(2, used) < 0

@@ -94,7 +94,7 @@ class Loki(RowsRead):
         put_column(tables["components"], new, last_of(tokens))
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens = view.tokens
+        tokens = view.counts
         part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a sequence's own d
         components = view.tables["components"][..., : tokens.most]
         logits = torch.matmul(part, components).float() * view.scale

@@ -77,7 +77,7 @@ class Quest(Paged):
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         bounds, sizes = view.tables["bounds"], view.sizes
-        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
+        plan = view.counts.once("plan", lambda: _plan(view.counts, sizes["page"], sizes["k"]))
         last, ranked = plan.last, plan.ranked
         scores = hide_beyond(page_scores(view.query, bounds, last.most + 1), last)
         best = top_slots(scores, max(1, ranked.most))

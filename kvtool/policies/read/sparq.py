@@ -107,7 +107,7 @@ class SparQ(RowsRead):
         tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens, r = view.tokens, view.sizes["r"]
+        tokens, r = view.counts, view.sizes["r"]
         used = heaviest_channels(view.query, r.most)
         part = drop_channels(take_channels(view.query, used), r)
         logits = row_product(part, view.tables["channels"], used, tokens.most)
