@@ -272,9 +272,9 @@ def test_tables_follow_the_slots(policy):
                             old = kept[name][row, ..., :count]
                             torch.testing.assert_close(old, made, atol=1e-5, rtol=1e-4)
                     continue
-                columns = reading.reader.columns(reading.tokens.most)
+                columns = reading.readers[0].columns(reading.tokens.most)
                 room = reading.tokens.most + layer.keys.shape[2] - reading.stored.most
-                most = reading.reader.columns(
+                most = reading.readers[0].columns(
                     room
                 )  # for the tokens that the buffers have slots for
                 for name, table in reading.tables.items():
@@ -290,7 +290,7 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(50))
-    reader = type(SparseIndex.of(cache.layers[0]).entries[0].reader)
+    reader = type(SparseIndex.of(cache.layers[0]).entries[0].readers[0])
     made = []
     monkeypatch.setattr(reader, "start", lambda self, stored: made.append(1))
     for token in random_ids(8, seed=1)[0]:

@@ -112,7 +112,7 @@ def test_sizes_storage_and_traffic_are_those_of_the_plan():
     cut = kvtool.build_cache(lm, "rocketkv(window=4)", 32)
     decoded(lm, cut, ids, new)
     reading = SparseIndex.of(cut.layers[0]).entries[0]
-    assert reading.reader == HSA(plan.page_size, plan.head_dims, plan.top_k)
+    assert reading.readers[0] == HSA(plan.page_size, plan.head_dims, plan.top_k)
     report = cut.report()
     assert report.kept_per_layer == [plan.prompt_tokens + 7] * 2
     pages = -(-report.kept_per_layer[0] // plan.page_size)
@@ -131,7 +131,7 @@ def obeyed(document, length, policy="rocketkv(window=4)", new=3):
     prefill(lm, cache, random_ids(length), new_tokens=new)
     for token in random_ids(new, seed=1)[0]:
         decode_step(lm, cache, token[None])
-    return cache, [SparseIndex.of(layer).entries[0].reader for layer in cache.layers]
+    return cache, [SparseIndex.of(layer).entries[0].readers[0] for layer in cache.layers]
 
 
 def planned(policy="rocketkv(window=4)", tokens=None, target_tokens=None, **target):

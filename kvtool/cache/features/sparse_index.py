@@ -232,16 +232,15 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
     """Attend to what the reader chooses, for one new token: (batch, heads, 1, value_dim)."""
     out, read, slots = [], 0, layer.slots
     chosen: list[Tensor | None] = []
+    keys, values = slots.keys, slots.values
     for each in entries:
-        keys, values = slots.keys, slots.values
-        if len(entries) > 1:
-            keys, values = keys[each.rows], values[each.rows]
-        each.append(keys, values)
-        part, numbers, choice = _attend(each, call, keys, values, each, each.tokens)
+        own = (keys, values) if len(entries) == 1 else (keys[each.rows], values[each.rows])
+        each.append(*own)
+        part, numbers, choice = _attend(each, call, *own, each, each.tokens)
         out.append(part)
         chosen.append(choice)
         read += numbers
-    pair = slots.keys.shape[-1] + slots.values.shape[-1]
+    pair = keys.shape[-1] + values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
     trace = layer.parts.get(Trace.name)
     if isinstance(trace, Trace):
@@ -306,16 +305,11 @@ def _attend(
         mask = None if whole else (slots >= 0).flatten(1, -2)
         key, value = take_slots(there, keys, values)
         out = _attend_pairs(call, query, key, value, mask)
-    return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
-
-
-def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor | None) -> Tensor:
-    """Let what stands for the tokens that are not read have its part of the output."""
-    if weight is None or rest is None:
-        return out
-    own = out.view(*query.shape[:3], -1)
-    mixed = torch.lerp(rest[:, :, None], own.float(), weight[..., None])
-    return mixed.to(out.dtype).view_as(out)
+    if choice.weight is not None and choice.rest is not None:  # which stands for what is not read
+        own = out.view(*grouped.shape[:3], -1)
+        mixed = torch.lerp(choice.rest[:, :, None], own.float(), choice.weight[..., None])
+        out = mixed.to(out.dtype).view_as(out)
+    return out, choice.numbers, slots
 
 
 def _choose(
@@ -327,38 +321,38 @@ def _choose(
     tokens: PerRow,
 ) -> _Chosen:
     dense, heads, budget = counts.dense, keys.shape[1], counts.budget
-    pair, every = keys.shape[-1] + call.value.shape[-1], None
-    all_lists = keys.shape[0] * heads
-    if tokens.alike and all(dense):
-        return _Chosen(None, all_lists * tokens.most * pair, whole=True)
-    fits = zip(tokens.known, budget.known, dense, strict=True)
-    whole = [min(count, most) for count, most, alone in fits if alone]
-    if whole:
+    pair, alike, every, numbers = keys.shape[-1] + call.value.shape[-1], tokens.alike, None, 0
+    if alike and dense[0]:
+        return _Chosen(None, len(keys) * heads * tokens.most * pair, whole=True)
+    if any(dense):
+        fits = zip(tokens.known, budget.known, dense, strict=True)
+        whole = [min(count, most) for count, most, alone in fits if alone]
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
-        every = drop_beyond(every, tokens)
+        every, numbers = drop_beyond(every, tokens), sum(whole) * heads * pair
         if all(dense):
-            return _Chosen(every, sum(whole) * heads * pair)
+            return _Chosen(every, numbers)
+    most = tokens.most
     view = RowsView(
         query=query,
-        keys=keys[:, :, : tokens.most] if entries.index is None else keys,
+        keys=keys[:, :, :most] if entries.index is None else keys,
         tables=entries.tables or {},
-        tokens=tokens.most,
+        tokens=most,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
         counts=tokens,
         sizes=counts.sizes,
     )
-    if tokens.alike:
-        found = entries.reader.choose(view)
-        pairs = all_lists * tokens.most if found.slots is None else found.slots.numel()
-        numbers = found.estimate * all_lists + pairs * pair
+    if alike:
+        found, lists = entries.readers[0].choose(view), len(keys) * heads
+        pairs = lists * most if found.slots is None else found.slots.numel()
+        numbers = found.estimate * lists + pairs * pair
         return _Chosen(found.slots, numbers, found.weight, found.rest, whole=True)
     choice = entries.rows_reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
     lists = slots[0, ..., 0].numel()
     sparse = zip(choice.pairs.known, choice.estimate, dense, strict=True)
-    numbers = sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
+    numbers += sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
     if every is not None:
         width = max(every.shape[2], slots.shape[-1])
         every, slots = widened(every, width), widened(slots, width)
@@ -368,7 +362,7 @@ def _choose(
         slots = torch.where(of_lists, whole_rows, slots)
         weight = None if weight is None else torch.where(alone, 1.0, weight)
     full = every is None and choice.pairs.lowest >= slots.shape[-1]
-    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest, full)
+    return _Chosen(slots, numbers, weight, choice.rest, full)
 
 
 def _attend_pairs(

@@ -72,7 +72,7 @@ class Entries:
     @classmethod
     def side_by_side(cls, alone: list[Entries], device: torch.device) -> Entries:
         """Put sequences that differ in length side by side, one of each, before tables are made."""
-        readers = [each.reader for each in alone]
+        readers = [each.readers[0] for each in alone]
         parts = [each.index for each in alone if each.index is not None]
         budget, stored, tokens = (
             PerRow.of([getattr(each, name).most for each in alone], device)
@@ -89,11 +89,6 @@ class Entries:
             index=_side_by_side(parts) if parts else None,
             basis=alone[0].basis,
         )
-
-    @property
-    def reader(self) -> Read:
-        """One of the readers, which differ in their sizes alone."""
-        return self.readers[0]
 
     @property
     def alike(self) -> bool:
@@ -164,30 +159,31 @@ class Entries:
 
     @property
     def rows_reader(self) -> RowsRead:
-        """The reader, which reads sequences of different lengths at once."""
-        reader = self.reader
+        """One of the readers, which differ in their sizes alone and read all sequences at once."""
+        reader = self.readers[0]
         assert isinstance(reader, RowsRead), "this reader reads rows one by one"
         return reader
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Take in the token of each sequence behind those it has stored, of the layer's buffers."""
-        self.settle()
+        if self.ahead:
+            self.settle()
         stored, at = self.stored, self.tokens
         if self.capacity != keys.shape[2]:
             self.make_room(keys.shape[2])
         self.stored, self.tokens = stored.plus(1), at.plus(1)
-        if self.alike:
-            slot = stored.most
+        slot, place = stored.tensor, at.tensor
+        if isinstance(slot, int):  # of all
             if self.index is not None:
-                self.index[..., at.most] = slot
+                self.index[..., place] = slot
             if self.tables is not None:
-                self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at.most)
+                self.readers[0].append(self.tables, keys[:, :, slot], values[:, :, slot], place)
         else:
-            slots = stored.tensor.expand(-1, keys.shape[1], 1)
+            slot = slot.expand(-1, keys.shape[1], 1)
             if self.index is not None:
-                self.index.scatter_(2, at.tensor.expand_as(slots), slots)
-            self._append_rows(keys, values, slots, self.tokens, self.sizes)
+                self.index.scatter_(2, place.expand_as(slot), slot)
+            self._append_rows(keys, values, slot, self.tokens, self.sizes)
         if self.tables is None:
             self.build(keys, values)
 

@@ -73,16 +73,19 @@ class PerRow:
         self, change: Callable[..., int], on_device: Callable[..., Tensor], *others: PerRow
     ) -> PerRow:
         """Compute a number per sequence, on both sides."""
-        known = [change(*each) for each in zip(self.known, *(o.known for o in others), strict=True)]
-        exact = all(each.floor is None for each in (self, *others))
-        tensor = known[0] if self.alike else on_device(self.tensor, *(o.tensor for o in others))
-        return PerRow(known, tensor, None if exact else 0, None if self.made is None else {})
+        numbers = [self, *others]
+        known = [*map(change, *[each.known for each in numbers])]
+        floor = None if {each.floor for each in numbers} == {None} else 0
+        tensor = on_device(*[each.tensor for each in numbers])
+        return PerRow(known, tensor, floor, None if self.made is None else {})
 
     def plus(self, more: int) -> PerRow:
         """Add the same number for every sequence."""
+        if isinstance(self.tensor, int):
+            return PerRow([self.tensor + more], self.tensor + more)
         floor = None if self.floor is None else max(0, self.floor + more)
-        changed = self.map(lambda number: number + more, lambda tensor: tensor + more)
-        return replace(changed, floor=floor)
+        made: dict[Hashable, Any] | None = None if self.made is None else {}
+        return PerRow([number + more for number in self.known], self.tensor + more, floor, made)
 
     def least(self, other: PerRow) -> PerRow:
         """Take the smaller of two numbers of each sequence."""
