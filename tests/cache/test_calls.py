@@ -113,13 +113,13 @@ def operations_of_padded_rows(policy, batch):
 @pytest.mark.parametrize(
     ("policy", "most"),
     [
-        ("quest", 180),
-        ("sparq(local=2)", 180),
-        ("loki", 120),
-        ("hsa", 246),
+        ("quest", 174),
+        ("sparq(local=2)", 174),
+        ("loki", 114),
+        ("hsa", 240),
         ("exact-topk", 70),
-        ("rocketkv(window=4)", 246),
-        ("rocketkv-mt(window=4)", 252),
+        ("rocketkv(window=4)", 240),
+        ("rocketkv-mt(window=4)", 254),
     ],
 )
 def test_rows_of_a_padded_batch_are_read_together(policy, most):

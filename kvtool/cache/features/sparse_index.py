@@ -32,7 +32,7 @@ from kvtool.cache.steps.call import Call
 from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Read
-from kvtool.policies.read.rows import PerRow, RowsView, drop_beyond, reads_together
+from kvtool.policies.read.rows import PerRow, RowsView, fill_beyond, reads_together
 
 
 class SparseIndex(AttendsTokens):
@@ -105,7 +105,7 @@ class SparseIndex(AttendsTokens):
             assert slots.written is not None, "static steps write where a tensor says"
             tokens = fixed.clock.tokens(layer.seen_device)
             clock, entries = fixed.clock, fixed.of
-            entries.append_static(slots.keys, slots.values, slots.written, tokens, clock.sizes)
+            entries.append_rows(slots.keys, slots.values, slots.written, tokens, clock.sizes)
             return _attend(entries, call, slots.keys, slots.values, clock, tokens)[0]
         if self.entries is None:
             return None
@@ -116,7 +116,7 @@ class SparseIndex(AttendsTokens):
         if Trace.name in layer.parts:
             return False
         together = self._together()
-        return together is not None and _sparse(together) and reads_together(self.reader)
+        return together is not None and together.sparse and reads_together(self.reader)
 
     @contextmanager
     def static_step(self, layer: SlotLayer, shared: dict[Any, Any]) -> Iterator[None]:
@@ -170,11 +170,6 @@ class SparseIndex(AttendsTokens):
         selected = [] if self.selected is None else [self.selected]
         tables = [tensor for entry in self.entries or [] for tensor in entry.tensors()]
         return tensor_bytes([*selected, *tables])
-
-
-def _sparse(entries: Entries) -> bool:
-    """Whether the next step chooses for a row, by tables that are there."""
-    return entries.tables is not None and any(e.tokens >= e.budget for e in entries.lengths())
 
 
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
@@ -328,7 +323,7 @@ def _choose(
         fits = zip(tokens.known, budget.known, dense, strict=True)
         whole = [min(count, most) for count, most, alone in fits if alone]
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
-        every, numbers = drop_beyond(every, tokens), sum(whole) * heads * pair
+        every, numbers = fill_beyond(every, tokens), sum(whole) * heads * pair
         if all(dense):
             return _Chosen(every, numbers)
     most = tokens.most

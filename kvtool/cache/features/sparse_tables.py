@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,15 +22,6 @@ from kvtool.policies.read.view import Stored
 
 Sizes = dict[str, PerRow]
 """Those of the reader of each sequence, by the names of its fields."""
-
-
-class Length(NamedTuple):
-    """How long a sequence is, and what reads it: as of `Entries`, but whole numbers."""
-
-    reader: Read
-    budget: int
-    stored: int
-    tokens: int
 
 
 @dataclass
@@ -106,15 +97,11 @@ class Entries:
         """Slots that the longest sequence has stored tokens in."""
         return self.stored.most + self.ahead
 
-    def lengths(self) -> list[Length]:
-        """Return how long each sequence is."""
-        counts = zip(
-            self.readers, self.budget.known, self.stored.known, self.tokens.known, strict=True
-        )
-        return [
-            Length(reader, budget, stored + self.ahead, tokens + self.ahead)
-            for reader, budget, stored, tokens in counts
-        ]
+    @property
+    def sparse(self) -> bool:
+        """Whether the next step chooses for a sequence, by tables that are there."""
+        pairs = zip(self.tokens.known, self.budget.known, strict=True)
+        return self.tables is not None and any(n + self.ahead >= most for n, most in pairs)
 
     def count_token(self) -> None:
         """Count a token that the layer has stored of each sequence, on the host alone."""
@@ -180,25 +167,18 @@ class Entries:
             if self.tables is not None:
                 self.readers[0].append(self.tables, keys[:, :, slot], values[:, :, slot], place)
         else:
-            slot = slot.expand(-1, keys.shape[1], 1)
-            if self.index is not None:
-                self.index.scatter_(2, place.expand_as(slot), slot)
-            self._append_rows(keys, values, slot, self.tokens, self.sizes)
+            slots = slot.expand(-1, keys.shape[1], 1)
+            self.append_rows(keys, values, slots, self.tokens, self.sizes)
         if self.tables is None:
             self.build(keys, values)
 
     @torch.no_grad()
-    def append_static(
+    def append_rows(
         self, keys: Tensor, values: Tensor, slot: Tensor, tokens: PerRow, sizes: Sizes
     ) -> None:
         """Take in the last of the tokens, which is in a slot: (rows, kv_heads, 1) int64."""
         if self.index is not None:
             put_column(self.index[:, :, None], slot, last_of(tokens))
-        self._append_rows(keys, values, slot, tokens, sizes)
-
-    def _append_rows(
-        self, keys: Tensor, values: Tensor, slot: Tensor, tokens: PerRow, sizes: Sizes
-    ) -> None:
         if self.tables:
             place = slot[..., None]
             key, value = (
@@ -293,14 +273,14 @@ class Clock:
         dense: for each sequence, whether the steps may begin with one that reads all its tokens.
     """
 
-    def __init__(self, lengths: list[Length], most: list[int], seen: int, device: torch.device):
-        readers, tokens = [each.reader for each in lengths], [each.tokens for each in lengths]
-        self.sizes = _numbers(readers, device)
+    def __init__(self, of: Entries, most: list[int], seen: int, device: torch.device):
+        self.sizes = _numbers(of.readers, device)
         if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
             pages = self.sizes["page"].known
             most = [-(-own // page) * page for own, page in zip(most, pages, strict=True)]
-        self.most, self.budget = most, PerRow.of([each.budget for each in lengths], device)
-        self.dense = [each.tokens < each.budget for each in lengths]
+        tokens, budget = of.tokens.known, of.budget.known
+        self.most, self.budget = most, PerRow.of(budget, device)
+        self.dense = [own < pairs for own, pairs in zip(tokens, budget, strict=True)]
         k = self.sizes["k"].most if "k" in self.sizes else 0
         self._floor = k if min(tokens) >= k else 0  # a number that caches of a kind have in common
         self._unseen = PerRow.of([seen - count for count in tokens], device).tensor
@@ -336,10 +316,11 @@ class FixedEntries:
         self, of: Entries, seen: int, capacity: int, device: torch.device, clocks: dict[Any, Any]
     ) -> None:
         self.of, self.capacity = of, capacity
-        self._most, lengths = of.make_room(capacity), of.lengths()
-        kind = (device, seen, *self._most, *lengths)
+        of.settle()
+        self._most = most = of.make_room(capacity)
+        kind = (device, seen, *most, *of.readers, *of.budget.known, *of.tokens.known)
         if kind not in clocks:
-            clocks[kind] = Clock(lengths, self._most, seen, device)
+            clocks[kind] = Clock(of, most, seen, device)
         self.clock: Clock = clocks[kind]
         self._pairs: float | None = None
 

@@ -23,7 +23,7 @@ from kvtool.maths.estimates import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged
-from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
+from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, fill_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
 
@@ -79,7 +79,7 @@ class Quest(Paged):
         bounds, sizes = view.tables["bounds"], view.sizes
         plan = view.counts.once("plan", lambda: _plan(view.counts, sizes["page"], sizes["k"]))
         last, ranked = plan.last, plan.ranked
-        scores = hide_beyond(page_scores(view.query, bounds, last.most + 1), last)
+        scores = fill_beyond(page_scores(view.query, bounds, last.most + 1), last, -torch.inf)
         best = top_slots(scores, max(1, ranked.most))
         chosen = best.gather(2, plan.rank.expand(*best.shape[:2], -1))
         slots = torch.addcmul(plan.within, chosen, sizes["page"].tensor)
@@ -123,7 +123,7 @@ def _plan(tokens: PerRow, page: PerRow, k: PerRow) -> _Plan:
     read = tokens.map(_pages_read, _pages_read, start, ranked, page)
     place = torch.arange(read.most, device=tokens.tensor.device)
     rank, within = place // page.tensor, place % page.tensor
-    end, ends = drop_beyond(start.tensor + within, read), rank >= ranked.tensor
+    end, ends = fill_beyond(start.tensor + within, read), rank >= ranked.tensor
     return _Plan(last, ranked, read, rank.clamp(max=max(0, ranked.most - 1)), within, ends, end)
 
 

@@ -177,17 +177,12 @@ def reads_together(reader: Read) -> bool:
     )
 
 
-def hide_beyond(scores: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own -inf: (batch, kv_heads, width) or (.., group, width)."""
-    return _fill_beyond(scores, count, float("-inf"))
+def fill_beyond(numbers: Tensor, count: PerRow, filler: float = -1) -> Tensor:
+    """Fill what is beyond a sequence's own count of scores, channels or slots, where -1 is none.
 
-
-def drop_beyond(slots: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own -1, of lists of slots as of `RowsChoice`."""
-    return _fill_beyond(slots, count, -1)
-
-
-def _fill_beyond(numbers: Tensor, count: PerRow, filler: float) -> Tensor:
+    Args:
+        numbers: (batch, kv_heads, width), or (batch, kv_heads, group, width).
+    """
     width = numbers.shape[-1]
     if count.lowest >= width:
         return numbers
@@ -195,14 +190,9 @@ def _fill_beyond(numbers: Tensor, count: PerRow, filler: float) -> Tensor:
     return numbers.masked_fill(beyond if numbers.dim() == 3 else beyond[:, :, None], filler)
 
 
-def drop_channels(part: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own count of channels 0: (batch, kv_heads, group, count)."""
-    return _fill_beyond(part, count, 0)
-
-
 def best_slots(scores: Tensor, count: PerRow) -> Tensor:
     """Find each sequence's own count of slots of highest score, the best first, then -1."""
-    return drop_beyond(top_slots(scores, count.most), count)
+    return fill_beyond(top_slots(scores, count.most), count)
 
 
 def last_of(tokens: PerRow) -> Tensor:
