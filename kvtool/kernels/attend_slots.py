@@ -18,8 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtool.kernels.choose_slot import Choice, choose_by_values
-from kvtool.kernels.join_parts import allocate_parts, join_parts, lay_out_sums
+from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import (
+    lay_out_sums,
     load_tile,
     logits_of,
     of_head,

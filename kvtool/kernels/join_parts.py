@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtool.kernels.choose_slot import Choice, lowest_slot
-from kvtool.kernels.tiles import add_to, of_head, strided, width
+from kvtool.kernels.tiles import add_to, lay_out_sums, of_head, strided, width
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
 _SPLIT = 64  # slots that one program of the first launch reads, at least
@@ -173,12 +173,6 @@ def allocate_parts(query: Tensor, slots: int, value_dim: int, *, counted: bool =
         query.new_empty((batch, heads, parts, value_dim), dtype=torch.float32),
         query.new_empty((3, batch, heads, parts), dtype=torch.float32).unbind(),
     )
-
-
-def lay_out_sums(sums: dict[str, Tensor]) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """Lay sums out for a kernel: one of each of `COLUMNS`, or None, and the strides of them all."""
-    (stride,) = {total.stride() for total in sums.values()} or {(0, 0, 1)}  # alike, or this raises
-    return tuple(sums.get(name) for name in COLUMNS), stride[:2]
 
 
 def join_parts(

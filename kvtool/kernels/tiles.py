@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from kvtool.maths.columns import COLUMNS
+
 LOG2_E = 1.4426950408889634
 """Turns exponents of e into exponents of 2, which GPUs compute."""
 
@@ -83,6 +85,12 @@ def strided(tensor: Tensor | None) -> tuple[Tensor | int, ...] | None:
         return None
     tensor = dense(tensor)
     return tensor, *tensor.stride()[:-1]
+
+
+def lay_out_sums(sums: dict[str, Tensor]) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Lay sums out for a kernel: one of each of `COLUMNS`, or None, and the strides of them all."""
+    (stride,) = {total.stride() for total in sums.values()} or {(0, 0, 1)}  # alike, or this raises
+    return tuple(sums.get(name) for name in COLUMNS), stride[:2]
 
 
 @triton.jit
