@@ -1,13 +1,9 @@
 """Attention of one query per row over the slots, and what it adds to the statistics beside them.
 
-Two launches. The first splits the slots of a head among programs, so that a cache of a few hundred
-slots keeps a GPU busy at batch 1. Each leaves its logits, their maximum, the sum of exponentials
-and the mean of its values. The second joins the parts, and while it turns logits into weights adds
-them to the running sums of the policy. Nothing is read twice but the logits, which are small beside
-keys and values.
-
-The first launch may also write the token that asks: the program whose part holds its slot uses its
-key and value from registers, and stores them.
+The first of two launches splits the slots of a head among programs, so that a cache of a few
+hundred slots keeps a GPU busy at batch 1. It may also write the token that asks: the program whose
+part holds its slot uses its key and value from registers, and stores them. `join_parts` is the
+second launch. Only logits are read twice, which are small beside keys and values.
 """
 
 from typing import Any, NamedTuple
@@ -202,8 +198,7 @@ def attend_slots(
             `positions` are by place in these lists, -1 = nothing is read, and the sums and the
             weights have `count` in place of slots.
         masked: whether some of the slots may be empty, where `positions` are given.
-        new: the token that asks, to be written before; then positions are given, and its place says
-            where a row is padding.
+        new: the token that asks, to be written before; its place says where a row is padding.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,

@@ -1,8 +1,4 @@
-"""A decoded token as operators of torch: it is written, attended and counted.
-
-It may choose the slot that the next token takes, too. So torch.compile has one node for all of it,
-whose buffers it need not copy.
-"""
+"""A decoded token as operators of torch, whose buffers torch.compile need not copy."""
 
 import torch
 from torch import Tensor

@@ -5,6 +5,7 @@ next token takes: one program of each head sees all of its slots then.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -163,16 +164,10 @@ def allocate_parts(query: Tensor, slots: int, value_dim: int, *, counted: bool =
     batch, heads, _ = query.shape
     split = _SPLIT * triton.cdiv(slots, _SPLIT * _PARTS)
     parts = triton.cdiv(slots, split)
-    logits = None
-    if counted:
-        logits = query.new_empty((batch, heads, slots), dtype=torch.float32)
-    return Parts(
-        slots,
-        split,
-        logits,
-        query.new_empty((batch, heads, parts, value_dim), dtype=torch.float32),
-        query.new_empty((3, batch, heads, parts), dtype=torch.float32).unbind(),
-    )
+    new = partial(query.new_empty, dtype=torch.float32)
+    logits = new((batch, heads, slots)) if counted else None
+    mean, numbers = new((batch, heads, parts, value_dim)), new((3, batch, heads, parts))
+    return Parts(slots, split, logits, mean, numbers.unbind())
 
 
 def join_parts(
