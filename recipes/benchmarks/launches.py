@@ -30,6 +30,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Sta
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
+from kvtool.generation.compiled import ONE_ROW_OPTIONS
 from kvtool.kernels import trust
 from recipes.benchmarks.decoding import ATTENTIONS
 from recipes.benchmarks.models import SHAPES
@@ -37,10 +38,6 @@ from recipes.benchmarks.pretended import CUDA, OnDevice, pretend_device, written
 
 POLICIES = ("static", "full", "h2o", "h2o+caote", "snapkv", "quest")
 BOUNDS = {"full": 13, "snapkv": 13, "h2o": 14, "h2o+caote": 15, "quest": 18}
-OPTIONS = {"coordinate_descent_tuning": True, "combo_kernels": True}
-"""What makes a step of one row fast: its products become kernels that hold norms, activations and
-residuals as well, and independent kernels are launched as one. With more rows products remain
-cuBLAS's, and the first option only makes compiling slower."""
 UNMASKED = ATTENTIONS[1]
 STEPS = 40  # for which slots are taken
 KINDS = ("triton", "product", "flash", "aten", "kvtool")
@@ -133,7 +130,9 @@ def count_layer(
     """
     found = []
     for count in (layers, layers - 1):
-        code = step_code(policy, budget, rows, count, OPTIONS if options is None else options)
+        code = step_code(
+            policy, budget, rows, count, ONE_ROW_OPTIONS if options is None else options
+        )
         if codes is not None:
             (codes / f"{policy}-{count}.py").write_text(code)
         found.append(Counter(find_launches(code)))
