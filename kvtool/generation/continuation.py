@@ -191,7 +191,7 @@ def generate(
         else compare_with_full(
             model, known.to(model.device), torch.stack(kept, 1), cache.rope.chosen
         ),
-        steps=steps.report() if compiling or steps.replays else None,
+        steps=steps.steps if compiling or steps.replays else None,
     )
 
 

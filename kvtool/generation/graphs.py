@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache as remember
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -105,9 +105,9 @@ class Draw(Protocol):
     def __call__(self, logits: Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepsReport:
-    """How decoded tokens ran.
+    """How decoded tokens ran, so far.
 
     Attributes:
         graphs: graphs compiled; none where an earlier run has left one that fits.
@@ -128,14 +128,8 @@ class StepsReport:
 
     def __add__(self, other: StepsReport) -> StepsReport:
         """Put the steps of two runs together."""
-        return StepsReport(
-            self.graphs + other.graphs,
-            self.eager_steps + other.eager_steps,
-            self.compiled_steps + other.compiled_steps,
-            self.compile_s + other.compile_s,
-            self.cuda_graphs or other.cuda_graphs,
-            self.replayed_steps + other.replayed_steps,
-        )
+        both = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        return StepsReport(**both | {"cuda_graphs": self.cuda_graphs or other.cuda_graphs})
 
 
 class _Recorded(NamedTuple):
@@ -179,18 +173,12 @@ class StaticDecoding:
         self._forward: Callable[..., Any] | None = None
         self._last: tuple | None = None  # what a recording holds for
         self._recorded: _Recorded | None = None
-        self._graphs = self._eager = self._compiled = self._replayed = 0
-        self._seconds, self._ran_graphs = 0.0, False
+        self.steps = StepsReport()
 
     @property
     def replays(self) -> bool:
         """Whether steps are replayed once shapes are fixed."""
         return self._record is not None
-
-    def report(self) -> StepsReport:
-        """Report how steps have run so far."""
-        counts = self._graphs, self._eager, self._compiled, self._seconds
-        return StepsReport(*counts, self._ran_graphs, self._replayed)
 
     def __call__(self, model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
         """Feed one token per row: see `decode_step`."""
@@ -211,7 +199,7 @@ class StaticDecoding:
         cache.check_whole()
         static = self._record is not None or self._compile is not None
         if not static or not cache.fix_shapes(self._room):
-            self._eager += 1
+            self.steps.eager_steps += 1
             if self._says_why:
                 several, self._says_why = self._record is None, False
                 why = "the model is on several devices" if several else None
@@ -229,9 +217,9 @@ class StaticDecoding:
             return self.feed(cache, token_ids, draw)
         made = counters["stats"]["unique_graphs"] - before
         if made:
-            self._graphs += made
-            self._seconds += time.perf_counter() - start
-        self._compiled += self._forward is not None
+            self.steps.graphs += made
+            self.steps.compile_s += time.perf_counter() - start
+        self.steps.compiled_steps += self._forward is not None
         return logits
 
     def _step(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
@@ -246,7 +234,7 @@ class StaticDecoding:
                     logits = self._replay(self._recorded, token_ids)
                 else:
                     logits = self._run(cache, token_ids, draw)
-                    self._eager += self._forward is None
+                    self.steps.eager_steps += self._forward is None
             except (TorchDynamoException, FailOnRecompileLimitHit):
                 raise  # nothing has run
             except BaseException:
@@ -275,8 +263,8 @@ class StaticDecoding:
         if recorded.token is not token_ids:
             recorded.token.copy_(token_ids)
         recorded.recording.replay()
-        self._ran_graphs = True
-        self._replayed += self._forward is None
+        self.steps.cuda_graphs = True
+        self.steps.replayed_steps += self._forward is None
         return recorded.logits
 
     def _run(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:

@@ -194,7 +194,7 @@ class PolicySteps:
 
     def report(self) -> StepsReport:
         """What was compiled so far."""
-        return self._compiled.report()
+        return self._compiled.steps
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""
