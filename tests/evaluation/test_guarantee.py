@@ -317,8 +317,8 @@ def test_it_says_which_budget_has_it_and_why_the_next_one_has_not():
     assert said(verdict)[:2] == [
         "guarantee: with 95 % confidence at most 5 % of prompts like these lose an answer that the "
         "full cache gives",
-        "  h2o: h2o@512 (niah: 3 of 200, at most 4.9 %); not h2o@256 (niah: 9 of 200, at most "
-        "9.2 %)",
+        "  h2o: h2o@512 (niah: 3 of 200, at most 4.93 %); not h2o@256 (niah: 9 of 200, at most "
+        "9.16 %)",
     ]
     assert said(verdict)[-1] == (
         "  holds for prompts drawn as these were, and for budgets fixed before the run"
@@ -336,7 +336,7 @@ def test_both_names_are_said_where_the_verdict_has_another():
 
 def test_none_says_how_many_samples_it_takes():
     lines = said(judged({"niah": one_policy({512: 1}, n=60)}))
-    assert lines[1] == "  h2o: not h2o@512 (niah: 1 of 60, at most 7.7 %)"
+    assert lines[1] == "  h2o: not h2o@512 (niah: 1 of 60, at most 7.66 %)"
     assert "  none passed; it takes 59 contexts if none is lost, else more" in lines
 
 
