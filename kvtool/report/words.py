@@ -62,9 +62,9 @@ def guarantee_lines(document: ResultsDocument) -> list[str]:
 
 
 def _lost(each: Bounded) -> str:
-    """Say what a variant lost, and how much it may lose at most."""
+    """Say what a variant lost, and without the guarantee how much it may lose."""
     lost = f"{each.lost:g} of" if each.counted else f"{100 * each.lost / (each.n or 1):.3g} % over"
-    said = each.why or f"{lost} {each.n}, at most {each.bound:.3g} %"
+    said = each.why or f"{lost} {each.n}" + ("" if each.passed else f", at most {each.bound:.3g} %")
     return f"{each.variant} ({each.task}: {said})"
 
 
