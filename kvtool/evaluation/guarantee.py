@@ -31,11 +31,7 @@ _FAR = 1e-9  # by which a sum of shares may miss a whole number
 
 
 def chance_of(lost: float, n: int, bound: float, *, counted: bool) -> float:
-    """Return how likely so small a sum of `n` losses is, at most, if their mean is above a bound.
-
-    Args:
-        counted: whether each of them is 0 or 1.
-    """
+    """Return the p-value of a sum of `n` losses if their mean is a bound; counted: 0 or 1 each."""
     if counted:
         return _at_most(round(lost), n, bound)
     if (mean := lost / n) >= bound:
@@ -66,11 +62,7 @@ def largest_loss(lost: float, n: int, level: float, *, counted: bool) -> float:
 
 
 def needed_contexts(bound: float, level: float = _RISK) -> int:
-    """Return how many contexts pass if nothing is lost on them.
-
-    >>> needed_contexts(0.05), needed_contexts(0.02), needed_contexts(0.01)
-    (59, 149, 299)
-    """
+    """Return how many contexts pass if nothing is lost on them: 59 of a bound of 0.05."""
     return math.ceil(math.log(level) / math.log1p(-bound))
 
 
@@ -147,8 +139,7 @@ def _tested(
     n, lost = len(losses), math.fsum(map(fmean, losses.values()))
     scores = {total for each in of_task.values() if each.scores for total in each.scores.sums}
     counted = n == planned and scores <= {0.0, best, None}
-    numbers = {
-        "p": chance_of(lost, n, bound, counted=counted),
-        "bound": 100 * largest_loss(lost, n, level, counted=counted),
-    }
-    return found.model_copy(update={"n": n, "lost": lost, "counted": counted, **numbers})
+    update = {"n": n, "lost": lost, "counted": counted}
+    update["p"] = chance_of(lost, n, bound, counted=counted)
+    update["bound"] = 100 * largest_loss(lost, n, level, counted=counted)
+    return found.model_copy(update=update)

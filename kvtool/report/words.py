@@ -41,19 +41,19 @@ def guarantee_lines(document: ResultsDocument) -> list[str]:
     verdict = document.verdict
     if verdict is None or (found := verdict.guarantee) is None:
         return []
-    what = "a perfect score is lost, in the mean over contexts like these"
-    if all(each.counted for each in found.chain):
-        what = "prompts like these lose an answer that the full cache gives"
+    what = "prompts like these lose an answer that the full cache gives"
+    if not all(each.counted for each in found.chain):
+        what = "a perfect score is lost, in the mean over contexts like these"
     lines = [f"guarantee: with 95 % confidence at most {found.loss:g} % of {what}"]
     policies, least = {each.name: each.policy for each in document.variants}, []
     for policy, group in groupby(found.chain, lambda each: policies[each.variant]):
         walk = list(group)
-        passed = [each for each in walk if each.passed]
+        passed, failed = ([each for each in walk if each.passed is has] for has in (True, False))
         least += [each.variant for each in passed[-1:]]
-        failed = [f"not {_lost(each)}" for each in walk[len(passed) :][:1]]
-        lines.append(f"  {policy}: {'; '.join([*map(_lost, passed[-1:]), *failed])}")
+        said = [*map(_lost, passed[-1:]), *(f"not {_lost(each)}" for each in failed[:1])]
+        lines.append(f"  {policy}: {'; '.join(said)}")
     named = next((each.variant for each in verdict.choices if each.by == "bytes"), None)
-    if named not in least:
+    if named not in least and (named or least):
         lines.append(f"  the verdict by bytes held differs: {named or 'none'}")
     if not least:
         needed = needed_contexts(found.loss / 100, found.level)

@@ -337,6 +337,7 @@ def test_none_says_how_many_samples_it_takes():
     lines = said(judged({"niah": one_policy({512: 1}, n=60)}))
     assert lines[1] == "  h2o: not h2o@512 (niah: 1 of 60, at most 7.66 %)"
     assert "  none passed; it takes 59 contexts if none is lost, else more" in lines
+    assert not any("differs" in line for line in lines), "the verdict names none, too"
 
 
 def test_partial_losses_are_said_as_a_mean():
