@@ -57,6 +57,7 @@ def generate(
     show: str | Path | None = None,
     turns: Sequence[Any] | str | Path | None = None,
     cache: KVCache | str | Path | None = None,
+    later: bool = False,
     max_new_tokens: int | str | None = None,
     temperature: float | None = None,
     stop: str | Sequence[str] = (),

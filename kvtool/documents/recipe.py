@@ -43,13 +43,7 @@ from kvtool.documents.document import (
 from kvtool.documents.settings import Asking, ModelFields, Name
 from kvtool.documents.verdict import WITHIN, Loss
 from kvtool.errors import UsageError, quote
-from kvtool.sizes import (
-    LARGEST_SEED,
-    Budget,
-    check_temperature,
-    says_default_block,
-    spell_prefill,
-)
+from kvtool.sizes import LARGEST_SEED, Budget, check_temperature, says_default_block, spell_prefill
 
 
 def _canonical(value: Any) -> int | str:
