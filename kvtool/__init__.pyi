@@ -126,6 +126,7 @@ def plan(
     curves: str | None = None,
     min_tokens: int | str | None = None,
     recommend: Any = None,
+    guarantee: float | None = None,
 ) -> PlanDocument: ...
 def profile(
     model: Any = None,
@@ -178,6 +179,7 @@ def evaluate(
     prefill: str | None = None,
     max_drop: float | None = None,
     within: float | None = None,
+    guarantee: float | None = None,
     continue_on_error: bool = True,
     overwrite: bool = False,
     query_agnostic: bool = False,
