@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
-from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes
+from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes, with_signs
 
 
 class Family(str, Enum):
@@ -245,8 +245,10 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     pairs = zip(forms, draw.pairs(_STORED), strict=True)
     key, value = (QUANTISED[form](each) for form, each in pairs)
+    key = key[0], with_signs(key[1], draw.normal(_ROWS, _HEADS, _STORED, 1) > 0)
+    constants = draw.normal(_ROWS, _HEADS * draw.kind.group)
     given = query, *key, *value, draw.stored()
-    how: dict[str, Any] = {"forms": forms, "value_dim": draw.kind.value_dim}
+    how: dict[str, Any] = {"forms": forms, "value_dim": draw.kind.value_dim, "constants": constants}
     yield from _pairs(draw, attend_codes, reference.attend_codes, given, draw.sinks(), **how)
 
 

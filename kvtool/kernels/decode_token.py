@@ -93,6 +93,7 @@ def decode_codes(
     columns: list[Tensor],
     sinks: Tensor | None,
     valid: Tensor | None,
+    constants: Tensor | None,
     *,
     names: str,
     forms: str,
@@ -107,7 +108,8 @@ def decode_codes(
         codes: codes and scales of keys, then of values.
         columns: as for `decode_token`.
         forms: of the codes of keys and of values.
-        query, positions, sinks, valid, value_dim, scale, softcap, weights: as for `attend_codes`.
+        query, positions, sinks, valid, constants, value_dim, scale, softcap, weights: as for
+            `attend_codes`.
     """
     of_keys, of_values = forms.split()
     keys, key_scales, values, value_scales = codes
@@ -124,6 +126,7 @@ def decode_codes(
             sinks=sinks,
             valid=valid,
             weights=weights,
+            constants=constants,
         )
     )
 

@@ -19,7 +19,7 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.columns import add_columns
 from kvtool.maths.estimates import take_rows
-from kvtool.maths.quantise import from_fp8, from_int4, from_int8
+from kvtool.maths.quantise import are_centred, from_fp8, from_int4, from_int8
 
 _DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 
@@ -120,13 +120,18 @@ def attend_codes(
     *,
     forms: tuple[str, str],
     value_dim: int,
+    constants: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `kvtool.kernels.attend_codes.attend_codes` does, in float32."""
     of_keys, of_values = (_DEQUANTISED[form] for form in forms)
     key, value = of_keys(key_codes, key_scales), of_values(value_codes, value_scales)
-    out, found = attend_slots(query.float(), key, value, positions, sums, **options)
-    return out.view(*query.shape[:3], value_dim).to(query.dtype), found
+    dtype, query = query.dtype, query.float()
+    if constants is not None:  # a channel more
+        query = torch.cat([query, constants[..., None, None]], -1)
+        key = torch.cat([key, are_centred(key_scales)], -1)
+    out, found = attend_slots(query, key, value, positions, sums, **options)
+    return out.view(*query.shape[:3], value_dim).to(dtype), found
 
 
 def _take_lists(slots: Tensor, chosen: Tensor) -> Tensor:

@@ -66,8 +66,6 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
     form = layer.slots.form
     if not isinstance(form, CodedForm) or form.kernel_forms not in CODES:
         return False
-    if form.shifted and not (call.softcap is call.sinks is None):
-        return False  # what a shift adds to all products matters only there
     if layer.policy.observes_rows or call.place_keys is not None:
         return False
     if torch.compiler.is_compiling():
@@ -235,10 +233,11 @@ def _over_codes(
 
     slots, columns, form = layer.slots, layer.policy.columns, layer.slots.form
     assert isinstance(form, CodedForm), "these slots hold codes"
-    of_values, query = form.rotations[1], call.query
+    of_values, query, constants = form.rotations[1], call.query, None
     if form.shifted or form.rotations[0] is not None:
-        rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))
+        rotated, added = form.rotated_query(group_queries(query.float(), slots.kv_heads))
         query = rotated.flatten(1, 2).to(query.dtype)
+        constants = None if added is None else added.flatten(1)
     stored = slots.used_stored()
     out, weights = decode_codes(
         query,
@@ -247,6 +246,7 @@ def _over_codes(
         [slots.state[name] for name in columns],
         how.pop("sinks"),
         how.pop("valid"),
+        constants,
         names=" ".join(columns),
         forms=" ".join(form.kernel_forms),
         value_dim=form.sample[1].shape[-1],
