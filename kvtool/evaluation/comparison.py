@@ -82,9 +82,10 @@ def read_comparison(
         check_named=check_imported,
     )
     recipe, plan = resolved.recipe, resolved.plan
-    if says_default_block(str(recipe.prefill)):
-        block = spell_prefill(str(recipe.prefill), device=device(recipe.model))
-        recipe = recipe.model_copy(update={"prefill": block})
+    typed, where = str(recipe.prefill or "full"), ""
+    if says_default_block(typed):
+        where = device(recipe.model)
+        recipe = recipe.model_copy(update={"prefill": spell_prefill(typed, device=where)})
     policies, (chosen, left_out) = gather(
         lambda: _policies(recipe, resolved.source),
         lambda: read_tasks(task_flags, recipe, resolved.source),
@@ -93,7 +94,8 @@ def read_comparison(
     variants = make_variants(
         policies,
         budgets,
-        prefill=str(recipe.prefill or "full"),
+        prefill=typed,
+        device=where,
         baseline=recipe.eval.baseline,
         plan=plan,
     )

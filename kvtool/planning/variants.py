@@ -10,7 +10,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.sizes import DEFAULT_BUDGET, Budget
+from kvtool.sizes import DEFAULT_BUDGET, Budget, spell_prefill
 
 BASELINE = "full"
 
@@ -49,7 +49,7 @@ class Variant:
         allocator, heads = self.policy.allocator, self.policy.head_split
         measures = allocator is not None and allocator.metric is not None
         if self.policy.repetition is not None:
-            return True
+            return self.prefill == "full"
         return self.plan is None and self.budget is not None and (measures or heads is not None)
 
 
@@ -63,19 +63,23 @@ def make_variants(
     prefill: str = "full",
     baseline: bool = True,
     plan: PlanDocument | None = None,
+    device: str = "",
 ) -> list[Variant]:
     """Return every policy under every budget, each once, the full cache first.
 
     Args:
-        prefill: `full` or `block:M`.
+        prefill: `full` or `block:M`; or `block`, whose M a policy may give, and else the device.
         plan: takes the place of the budgets.
+        device: "": not known.
 
     Raises:
         UsageError: no policy, a budget that protected tokens fill.
     """
     sizes = budgets or [DEFAULT_BUDGET]
+    typed, prefill = prefill, spell_prefill(prefill, device=device)
     variants = [replace(FULL_CACHE, prefill=prefill)] if baseline else []
     for policy in policies:
+        prefill = spell_prefill(typed, device=device, own=policy.own_block)
         if not policy.takes_budget:
             variants.append(Variant(policy, None, prefill))
             continue

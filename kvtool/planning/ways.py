@@ -7,7 +7,7 @@ sparsely. Its bytes are those that a run holds, its peak is estimated as for a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 from kvtool.documents.plan import KINDS, Peaks, Way, WayKind, WayLoss
@@ -20,8 +20,6 @@ from kvtool.planning.fit import PREFILLS, Run
 from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.policies.scores.full import Full
-from kvtool.sizes import LONG_PROMPT
 
 NEARLY = 0.98
 """Share of the prompt from which on policies differ by less than the noise.
@@ -146,11 +144,8 @@ class _Maker:
         run, prompt = self.run, self.run.text.prompt
         found = run.forecast(policy, prompt if budget is None else budget)
         peaks = {prefill: run.peak(policy, budget, prefill) for prefill in PREFILLS}
-        long = prompt >= LONG_PROMPT
-        prefill = "block" if long else min(PREFILLS, key=lambda each: peaks[each])
-        needed = found.storage
-        if policy.repetition is not None:  # holds all until its cut
-            needed = run.forecast(replace(policy, score=Full()), prompt).storage
+        prefill = run.read_by(policy, budget)
+        needed = found.storage if budget is None else run.held(policy, budget)
         excess = 0 if run.size is None else needed - run.size
         if run.memory is not None:
             excess = max(excess, peaks[prefill] - run.memory)
