@@ -371,30 +371,16 @@ class _Judged(Sequence[Heads]):
 
     def scored(self, index: int) -> tuple[SlotView, State, Tensor, Tensor | None]:
         """Return a layer's slots as the policy sees them, their numbers, and what it says."""
-        layer, state = self._layers[index], State()
+        layer = self._layers[index]
         if layer.reads_apart and isinstance(layer.ragged, RaggedBuffers):
-            view = make_view(layer, (), layer.stored_positions())
-            state.update((name, layer.ragged.state(name)) for name in layer.ragged.names)
+            view, state = make_view(layer, (), layer.stored_positions()), layer.ragged.state()
         else:
             layer.compact()
             view, state = used_view(layer), layer.slots.used_slots().state
-        before = state.get(_WEIGHT)
-        repeated = _repeated(layer, self._weights, self._spans, view.positions, before)
-        view, state[_WEIGHT] = replace(view, repeated=repeated), repeated.weights
+        places = view.positions
+        starts, ends = torch.tensor(self._spans, device=places.device).T[..., None, None]
+        state[_WEIGHT] = self._weights.beside(layer.index, places, state.get(_WEIGHT))
+        repeated = Repeated(state[_WEIGHT], (places >= starts) & (places < ends))
+        view = replace(view, repeated=repeated)
         evicted = at_least_zero(view.held - layer.budget.tokens)
         return view, state, *score(layer.policy, view, state, None, evicted)
-
-
-def _repeated(
-    layer: SlotLayer,
-    weights: RepeatedWeights,
-    spans: Sequence[tuple[int, int]],
-    positions: Tensor,
-    before: Tensor | None,
-) -> Repeated:
-    starts, ends = (
-        torch.tensor(each, device=positions.device)[:, None, None]
-        for each in zip(*spans, strict=True)
-    )
-    own = (positions >= starts) & (positions < ends)
-    return Repeated(weights.beside(layer.index, positions, before), own)

@@ -7,7 +7,7 @@ bucket by bucket. A block of a prompt sees all heads side by side again, while i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,20 +58,12 @@ class RaggedBuffers:
 
     def stored_positions(self) -> Tensor:
         """Positions side by side, -1 = empty or about to be overwritten."""
-        return self.beside(SlotLayer.stored_positions, -1)
+        return self._beside([bucket.stored_positions() for bucket in self.buckets], -1)
 
-    def beside(self, pick: Callable[[SlotLayer], Tensor], fill: int) -> Tensor:
-        """Put something of the slots of each bucket, (lanes, 1, slots, ..), side by side."""
-        return self._beside([pick(bucket) for bucket in self.buckets], fill)
-
-    @property
-    def names(self) -> list[str]:
-        """What numbers are beside the slots."""
-        return [*self.buckets[0].slots.state]
-
-    def state(self, name: str) -> Tensor:
-        """Return a number of the used slots, side by side."""
-        return self.beside(lambda bucket: bucket.slots.used_slots().state[name], 0)
+    def state(self) -> State:
+        """Return the numbers of the used slots, side by side."""
+        states = [bucket.slots.used_slots().state for bucket in self.buckets]
+        return {name: self._beside([each[name] for each in states], 0) for name in states[0]}
 
     def taken(self, chosen: Tensor, positions: Tensor, state: State) -> Slots:
         """Copy some slots of all lanes, whose own are in ascending position.

@@ -16,9 +16,6 @@ from kvtool.cache.slots.ragged import RaggedBuffers
 from kvtool.cache.steps.call import Call
 from kvtool.maths.attention import group_queries
 
-Attended = Callable[[SlotLayer, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Returns the keys and values that a bucket attends to, from new ones of its own."""
-
 
 def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values to attend to: of the slots, if they are not apart, and new ones."""
@@ -31,9 +28,15 @@ def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor
 
 
 def bucket_calls(
-    ragged: RaggedBuffers, call: Call, attended: Attended
+    ragged: RaggedBuffers,
+    call: Call,
+    attended: Callable[[SlotLayer, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[SlotLayer, Call]]:
-    """Yield each bucket with its part of a call, whose keys and values are those of new tokens."""
+    """Yield each bucket with its part of a call, whose keys and values are those of new tokens.
+
+    Args:
+        attended: returns the keys and values that a bucket attends to, from new ones of its own.
+    """
     heads, batch = ragged.kv_heads, len(call.query)
     query = ragged.pick(group_queries(call.query, heads))
     key, value = ragged.pick(call.raw_key)[:, None], ragged.pick(call.raw_value)[:, None]

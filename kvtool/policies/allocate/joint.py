@@ -41,67 +41,48 @@ class Joint(HeadSplit):
     def tokens_of(self, layers: Sequence[Heads]) -> list[Tensor]:
         """Count the tokens of each head of all layers; a device sync for each batch entry.
 
-        Of what each head holds only the numbers that compete are laid side by side, as some heads
-        may hold nearly all of a text and others little.
+        Only what competes is laid side by side, as some heads may hold nearly all of a text.
         """
         if not self.across_layers:
             return super().tokens_of(layers)
-        found = [_Layer.of(heads) for heads in layers]
-        counts = [each.stored.clone() for each in found]
-        sizes, device = [each.stored.shape[1] for each in found], counts[0].device
+        found = [_competing(heads) for heads in layers]
+        counts = [stored for _, stored, _ in found]
+        sizes, device = [each.shape[1] for each in counts], counts[0].device
         heads, starts = sum(sizes), torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
-        pairs = list(zip(found, starts, strict=True))
         for row in range(len(counts[0])):
-            stored = sum(int(each.stored[row].sum()) for each in found)
-            spare = sum(each.total[row] for each in found) - stored
+            spare = sum(int(total[row]) - int(stored[row].sum()) for total, stored, _ in found)
             if spare >= 0:
                 for count in counts:
                     count[row] += spare // heads
                 continue
-            keys = torch.cat([each.keys(row, start, heads).to(device) for each, start in pairs])
-            most = torch.cat([each.heads_of(row, start).to(device) for each, start in pairs])
-            evicted = most[keys.topk(min(-spare, len(keys)), largest=False).indices]
+            rows = [each[row] for *_, each in found]
+            scores, positions, owners = (
+                torch.cat([part.to(device) for part in parts])
+                for parts in zip(
+                    *[(*row, own + at) for (*row, own), at in zip(rows, starts, strict=True)],
+                    strict=True,
+                )
+            )
+            keys = order_key(scores, positions.long() * heads + owners)
+            evicted = owners[keys.topk(min(-spare, len(keys)), largest=False).indices]
             gone = torch.bincount(evicted, minlength=heads).split(sizes)
             for count, less in zip(counts, gone, strict=True):
                 count[row] -= less.to(count.device)
         return counts
 
 
-@dataclass(frozen=True)
-class _Layer:
-    """What competes in a layer.
+def _competing(heads: Heads) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+    """Return what a layer may keep, what its heads store, and what competes in each entry.
 
-    Attributes:
-        total: tokens that its heads may keep together, of each batch entry.
-        stored: (batch, kv_heads) tokens that are stored.
-        scores, positions, heads: of each batch entry, those that are not protected.
+    Returns:
+        (batch,) tokens; (batch, kv_heads) tokens; and score, position and head of each slot that is
+        not protected.
     """
-
-    total: list[int]
-    stored: Tensor
-    scores: list[Tensor]
-    positions: list[Tensor]
-    heads: list[Tensor]
-
-    @classmethod
-    def of(cls, heads: Heads) -> _Layer:
-        there = heads.positions >= 0
-        free = there if heads.protected is None else there & ~heads.protected
-        own = torch.arange(there.shape[1], device=there.device)[:, None].expand_as(there[0])
-        rows = list(zip(heads.importance, heads.positions, free, strict=True))
-        return cls(
-            total_tokens(heads)[:, 0].tolist(),
-            there.sum(-1),
-            [importance[among] for importance, _, among in rows],
-            [positions[among] for _, positions, among in rows],
-            [own[among] for *_, among in rows],
-        )
-
-    def heads_of(self, row: int, start: int) -> Tensor:
-        """Return the head of each, among those of all layers."""
-        return self.heads[row] + start
-
-    def keys(self, row: int, start: int, heads: int) -> Tensor:
-        """Return what sorts by score, then by lower position, layer and head."""
-        places = self.positions[row].long() * heads + self.heads_of(row, start)
-        return order_key(self.scores[row], places)
+    there = heads.positions >= 0
+    free = there if heads.protected is None else there & ~heads.protected
+    own = torch.arange(there.shape[1], device=there.device)[:, None].expand_as(there[0])
+    rows = zip(heads.importance, heads.positions, free, strict=True)
+    competing: list[tuple[Tensor, ...]] = [
+        (scores[among], places[among], own[among]) for scores, places, among in rows
+    ]
+    return total_tokens(heads)[:, 0], there.sum(-1), competing
