@@ -127,5 +127,5 @@ def prepare_compression(
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)
-    request = with_budget(settings, request, watcher, settings.new_tokens)
+    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
     return CompressionRun(settings, request)

@@ -148,7 +148,8 @@ def prepare_generation(
     settings.source().check(config_only=settings.dry_run)
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
     request = _request(settings, plan, watcher)
-    request = with_budget(settings, request, watcher, settings.new_tokens, turns)
+    later = settings.later or turns is not None or settings.save is not None
+    request = with_budget(settings, request, watcher, settings.new_tokens, turns, later=later)
     return GenerationRun(settings, request, turns)
 
 

@@ -190,6 +190,13 @@ def choose_policy(
     size = None if settings.budget is None else Budget.parse(settings.budget)
     if plan is not None:
         size = plan.target.budget
+    if settings.chooses:
+        others = {"-b": size, "--allocator": settings.allocator, "a plan": plan}
+        for name in (name for name, given in others.items() if given is not None):
+            raise UsageError(
+                f"-p auto chooses the budget, too; leave out {name}", hint="--memory bounds it"
+            )
+        return Policy(Full()), None  # until the prompt is known
     if settings.policy is None and size is not None:
         raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
     chosen = given_policy(settings)

@@ -118,6 +118,7 @@ class Run:
             tokens of a block; "": not known.
         bits: in which the linear layers' weights are stored.
         size: bytes that the cache may take; None: what the memory leaves.
+        prefill: how the prompt is read, where that is given; None: as its length asks for.
     """
 
     config: Any
@@ -129,6 +130,7 @@ class Run:
     device: str = "cuda"
     bits: Bits | None = None
     size: int | None = None
+    prefill: str | None = None
 
     @cached_property
     def layers(self) -> list[LayerShape | None]:
@@ -181,18 +183,20 @@ class Run:
         storage = self.forecast(policy, tokens).storage
         if policy.repetition is None:
             return storage
-        read = self.of(policy, tokens, self.read_by(policy, tokens))
+        read = self.of(policy, tokens, self.best_prefill(policy, tokens))
         return max(storage, reading_of(read.config, read.dtype, read.variant, read.text))
 
-    def read_by(self, policy: Policy, tokens: int | None) -> Prefill:
+    def best_prefill(self, policy: Policy, tokens: int | None) -> str:
         """Return the way to read a prompt that takes less: in blocks a long one."""
+        if self.prefill is not None:
+            return self.prefill
         if self.text.prompt >= LONG_PROMPT:
             return "block"
-        return min(PREFILLS, key=lambda each: self.peak(policy, tokens, each))
+        return min(PREFILLS, key=lambda prefill: self.peak(policy, tokens, prefill))
 
     def least_peak(self, policy: Policy, tokens: int | None) -> int:
-        """Estimate the same for the way to read a prompt that takes less."""
-        return self.peak(policy, tokens, self.read_by(policy, tokens))
+        """Estimate the most that lives at a time where a prompt is read so."""
+        return self.peak(policy, tokens, self.best_prefill(policy, tokens))
 
     def most_tokens(self, policy: Policy) -> int | None:
         """Return the largest budget that fits, the prompt at most; None where none does."""

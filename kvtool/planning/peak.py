@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.bytes import Text, grown, of_layers, range_bytes, slot_bytes
+from kvtool.planning.bytes import Text, free_of, grown, of_layers, range_bytes, slot_bytes
 from kvtool.policies.parts import Evidence
 from kvtool.sizes import LONG_PROMPT
 
@@ -52,6 +52,7 @@ def reading_bytes(
     sizes = _slot_sizes(layers, policy, policy.codec)
     # with the block, in the model's dtype
     joined = sizes if policy.codec is None else _slot_sizes(layers, policy, None)
+    whole_prompt = block >= n
     block = n if waits else min(block, n)
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
     reading = [
@@ -59,6 +60,7 @@ def reading_bytes(
         for k, layer in zip(kept, layers, strict=True)
     ]
     running = max(size * (k + block) for size, k in zip(joined, kept, strict=True))
+    running += _moments_bytes(policy, layers, whole=whole_prompt)
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     return int(before * (SPARE if policy.head_split is not None else 1))
 
@@ -82,6 +84,19 @@ def repeating_bytes(
     stored = sum(size * k for size, k in zip(sizes, slots, strict=True)) + sum(ranges)
     joined = max(of_layers(layers, lambda layer: layer.bytes))
     return stored, joined * (min(n, sum(slots)) + block + _AROUND)
+
+
+def _moments_bytes(policy: Policy, layers: Sequence[LayerShape | None], *, whole: bool) -> int:
+    """Count what is held of queries: in full of the running layer, or of all if more blocks come.
+
+    Args:
+        whole: whether the prompt is one block.
+    """
+    asked, free = policy.moments, free_of(layers)
+    if asked is None or not free:
+        return 0
+    held = [asked.held_bytes(layer, reading=not whole) for layer in free]
+    return sum(held[1:]) + asked.held_bytes(free[0], reading=True)
 
 
 def _slot_sizes(

@@ -10,7 +10,7 @@ from kvtool.documents.plan import PlanDocument
 from kvtool.errors import UsageError
 from kvtool.policies.policy import Policy
 from kvtool.policies.scores.full import Full
-from kvtool.sizes import DEFAULT_BUDGET, Budget, spell_prefill
+from kvtool.sizes import DEFAULT_BUDGET, Budget
 
 BASELINE = "full"
 
@@ -63,23 +63,19 @@ def make_variants(
     prefill: str = "full",
     baseline: bool = True,
     plan: PlanDocument | None = None,
-    device: str = "",
 ) -> list[Variant]:
     """Return every policy under every budget, each once, the full cache first.
 
     Args:
-        prefill: `full` or `block:M`; or `block`, whose M a policy may give, and else the device.
+        prefill: `full` or `block:M`.
         plan: takes the place of the budgets.
-        device: "": not known.
 
     Raises:
         UsageError: no policy, a budget that protected tokens fill.
     """
     sizes = budgets or [DEFAULT_BUDGET]
-    typed, prefill = prefill, spell_prefill(prefill, device=device)
     variants = [replace(FULL_CACHE, prefill=prefill)] if baseline else []
     for policy in policies:
-        prefill = spell_prefill(typed, device=device, own=policy.own_block)
         if not policy.takes_budget:
             variants.append(Variant(policy, None, prefill))
             continue

@@ -79,14 +79,21 @@ class MomentsAsked:
     lengths: bool = False
     stats: str | None = None
 
-    def held_bytes(self, layer: HeadSizes) -> int:
-        """Count the bytes of them beside the slots, for one batch entry of a layer."""
-        numbers = 1 + layer.key_dim
-        if self.covariance:
-            numbers += layer.key_dim**2
+    def held_bytes(self, layer: HeadSizes, *, reading: bool = False) -> int:
+        """Count the bytes of them beside the slots, for one batch entry of a layer.
+
+        Args:
+            reading: while a prompt is read, before the covariance is rounded.
+        """
+        dim, codes = layer.key_dim, 0
+        numbers = 1 + dim
+        if self.covariance and reading:
+            numbers += dim**2
+        elif self.covariance:
+            numbers, codes = numbers + dim, dim * (dim - 1) // 2  # variances, and correlations
         if self.lengths:
-            numbers += pair_count(layer.key_dim)
-        return layer.heads * numbers * _NUMBER
+            numbers += pair_count(dim)
+        return layer.heads * (numbers * _NUMBER + codes)
 
 
 @dataclass(frozen=True)

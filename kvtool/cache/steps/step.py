@@ -259,6 +259,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
     attended = call.key[:, :, :kept], call.value[:, :, :kept]
     outs = []
     for rows in (slice(i, i + size) for i in range(0, call.q_len, size)):
+        last = call.context.last and rows.stop >= call.q_len
         layer.compact()
         raw_key, raw_value = layer.slots.joined(new[2][:, :, rows], new[3][:, :, rows])
         key, value = raw_key, raw_value
@@ -275,7 +276,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             raw_key=raw_key,
             raw_value=raw_value,
             positions=None if positions is None else positions[:, rows],
-            context=replace(call.context, placement=there, norms=None, hidden=own),
+            context=replace(call.context, last=last, placement=there, norms=None, hidden=own),
         )
         out, chosen = _run_own(layer, step)
         outs.append(out)
