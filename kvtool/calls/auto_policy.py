@@ -14,7 +14,7 @@ from kvtool.planning.lost_answers import packaged
 from kvtool.planning.ways import Asked, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.sizes import Budget, bytes_in_words, spell_prefill
+from kvtool.sizes import Budget, bytes_in_words, says_default_block, spell_prefill
 from kvtool.watcher import Watcher
 
 _NAMED = 3  # ways that do not fit and are named all the same
@@ -44,7 +44,7 @@ def choose_way(
         weights={bits: memory.weights_bytes},
         memory=memory.free_bytes,
         bits=bits,
-        prefill=None if given is None else spell_prefill(given, device=run.device),
+        prefill=given if given is None or says_default_block(given) else spell_prefill(given),
     )
     losses = packaged(key_biases=has_key_biases(run.config))
     ways = list_ways(run, losses, lambda *_: "", asked)
@@ -63,7 +63,8 @@ def choose_way(
     policy = parse_policy(first.policy, imports=False)
     tokens = first.reads or first.tokens
     budget = Budget(tokens=tokens) if policy.takes_budget else None
-    return policy, budget, spell_prefill(settings.prefill or first.prefill, device=run.device)
+    read = settings.prefill or first.prefill
+    return policy, budget, spell_prefill(read, device=run.device, own=policy.own_block)
 
 
 def _name(way: Way) -> str:

@@ -120,8 +120,8 @@ def prepare_compression(
     prompt, source = typed_prompt(settings)
     if prompt is None:
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
-    prefill = read_prefill(settings)
     policy, budget = choose_policy(settings, plan, watcher)
+    prefill = read_prefill(settings, policy)
     if settings.export_path is not None:
         from kvtool.engines.vllm.virtual_prompt import refuse_policy
 

@@ -274,7 +274,7 @@ class PlannedRun:
     def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
         settings = self.settings
         if not self.run.device:  # a block there may be another one than was counted with
-            prefill = spell_prefill(prefill)
+            prefill = spell_prefill(prefill, own=policy.own_block)
         given = {
             "-m": settings.model,
             "--revision": settings.revision,

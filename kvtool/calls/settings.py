@@ -64,7 +64,7 @@ class CachedSettings(RecipeSettings):
     prefill: str | None = flag(
         "--prefill=full|block[:M]",
         f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}; on CUDA "
-        f"{DEVICE_BLOCKS['cuda']}).",
+        f"{DEVICE_BLOCKS['cuda']}; kvzip 512).",
         key="prefill",
         after="budget",
     )

@@ -19,7 +19,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, has_key_biases, layer_shapes
 from kvtool.planning.budgets import even_budgets, tokens_for_bytes
 from kvtool.planning.bytes import Forecast, Text, forecast
-from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.estimate import estimate_memory, reading_of
 from kvtool.planning.parameters import BITS, Bits
 from kvtool.planning.search import largest_that_fits
 from kvtool.planning.variants import Variant
@@ -166,7 +166,7 @@ class Run:
             prefill: `full` or `block`.
         """
         budget = None if tokens is None or not policy.takes_budget else Budget(tokens=tokens)
-        named = spell_prefill(prefill, device=self.device)
+        named = spell_prefill(prefill, device=self.device, own=policy.own_block)
         return replace(self, variant=Variant(policy, budget, named))
 
     def forecast(self, policy: Policy, tokens: int) -> Forecast:
@@ -177,6 +177,14 @@ class Run:
     def peak(self, policy: Policy, tokens: int | None, prefill: str) -> int:
         """Estimate the most that lives at a time, weights included."""
         return self.weights_bytes + self.of(policy, tokens, prefill).needs().working
+
+    def held(self, policy: Policy, tokens: int) -> int:
+        """Forecast the most that a cache holds: at the end, or of a prompt that is repeated."""
+        storage = self.forecast(policy, tokens).storage
+        if policy.repetition is None:
+            return storage
+        read = self.of(policy, tokens, self.best_prefill(policy, tokens))
+        return max(storage, reading_of(read.config, read.dtype, read.variant, read.text))
 
     def best_prefill(self, policy: Policy, tokens: int | None) -> str:
         """Return the way to read a prompt that takes less: in blocks a long one."""
@@ -194,7 +202,7 @@ class Run:
         """Return the largest budget that fits, the prompt at most; None where none does."""
         found: int | None = self.text.prompt
         for cost, limit in (
-            (lambda tokens: self.forecast(policy, tokens).storage, self.size),
+            (lambda tokens: self.held(policy, tokens), self.size),
             (lambda tokens: self.least_peak(policy, tokens), self.memory),
         ):
             if limit is not None and found is not None:
@@ -258,7 +266,7 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
     """
     found: list[tuple[str, Needs]] = []
     fewest = False, 0
-    biased = has_key_biases(run.config)
+    biased, own = has_key_biases(run.config), run.variant.policy.own_block
 
     def effort(change: tuple[list[str], Run]) -> tuple[bool, int]:
         codec = change[1].variant.policy.codec
@@ -272,7 +280,9 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
         except UsageError:
             continue
         words = " ".join(flags)
-        larger = words.replace(spell_prefill("block"), "block")  # blocks, where small ones are
+        larger = words.replace(
+            spell_prefill("block", own=own), "block"
+        )  # blocks, where small ones are
         if needs.fits and (larger == words or larger not in dict(found)):
             found.append((words, needs))
             fewest = effort((flags, changed))
@@ -289,9 +299,10 @@ def _changes(run: Run) -> Iterator[tuple[list[str], Run]]:
     codecs = _CODECS if variant.plan is None and variant.policy.codec is None else (None,)
     prefills = {variant.prefill: variant.prefill}  # by what is typed
     if variant.prefill == "full":
-        prefills["block"] = spell_prefill("block", device=run.device)
-        if prefills["block"] != spell_prefill("block"):  # where blocks are large
-            prefills[spell_prefill("block")] = spell_prefill("block")
+        own, small = variant.policy.own_block, spell_prefill("block", own=variant.policy.own_block)
+        prefills["block"] = spell_prefill("block", device=run.device, own=own)
+        if prefills["block"] != small:  # where blocks are large
+            prefills[small] = small
     for bits, codec, prefill in product((run.bits, *fewer), codecs, prefills):
         policy = variant.policy
         flags = [] if bits == run.bits else [f"--quantize {bits}"]

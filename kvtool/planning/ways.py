@@ -7,7 +7,7 @@ sparsely. Its bytes are those that a run holds, its peak is estimated as for a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -21,7 +21,6 @@ from kvtool.planning.fit import PREFILLS, Run
 from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.policies.scores.full import Full
 
 NEARLY = 0.98
 """Share of the prompt from which on policies differ by less than the noise.
@@ -154,9 +153,7 @@ class _Maker:
         prefill: Prefill = "full" if read == "full" else "block"
         peaks = {each: run.peak(policy, budget, each) for each in PREFILLS}
         peaks[prefill] = run.peak(policy, budget, read)
-        needed = found.storage
-        if policy.repetition is not None:  # holds all until its cut
-            needed = run.forecast(replace(policy, score=Full()), prompt).storage
+        needed = found.storage if budget is None else run.held(policy, budget)
         excess = 0 if run.size is None else needed - run.size
         if run.memory is not None:
             excess = max(excess, peaks[prefill] - run.memory)

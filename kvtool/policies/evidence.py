@@ -180,6 +180,8 @@ class RepetitionAsked:
         lead: tokens of the chunk before that are put before those of a chunk.
         by_output: whether a weight is multiplied by the length of what the output projection makes
             of its value, and divided by that of the hidden state which enters the attention.
+        block: tokens that are read, repeated and cut at a time where blocks are asked for.
+        least_block: tokens of a block from which on answers were as good.
     """
 
     chunk: int = 2048
@@ -187,6 +189,8 @@ class RepetitionAsked:
     instruction: str | None = None
     lead: int = 8
     by_output: bool = False
+    block: int = 512
+    least_block: int = 256
 
     @property
     def first(self) -> str:
