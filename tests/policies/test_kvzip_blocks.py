@@ -125,6 +125,19 @@ def test_layers_of_unequal_widths_compete():
     assert [own.tolist() for own in Joint().tokens_of(few)] == [[[2]], [[0]]]
 
 
+def test_equal_scores_stay_by_position_and_then_by_layer():
+    """Slot 1 is position 3 in one head and position 2 in the other, which comes first."""
+    one, other = (
+        Heads(2, torch.tensor([[[0.9, 0.5]]]), torch.tensor([[[0, j]]]), None, 0, 10)
+        for j in (3, 2)
+    )
+    three = [
+        Heads(budget, each.importance, each.positions, None, 0, 10)
+        for budget, each in ((2, one), (1, other))
+    ]
+    assert [own.item() for own in Joint().tokens_of(three)] == [1, 2]
+
+
 def test_a_padded_entry_equals_that_entry_alone():
     model = attached()
     rows = [random_ids(61), random_ids(9, seed=3), random_ids(33, seed=4), random_ids(52, seed=5)]
