@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from kvtool.calls.settings import AUTO, CachedSettings
 from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.plan import Way
 from kvtool.errors import UsageError
@@ -16,6 +16,9 @@ from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words, says_default_block, spell_prefill
 from kvtool.watcher import Watcher
+
+if TYPE_CHECKING:
+    from kvtool.calls.settings import CachedSettings
 
 _NAMED = 3  # ways that do not fit and are named all the same
 
@@ -37,7 +40,7 @@ def choose_way(
     """
     if memory.free_bytes is None or memory.weights_bytes is None:
         what = "free memory" if memory.free_bytes is None else "size of the weights"
-        raise UsageError(f"-p {AUTO}: the {what} is not known", hint="--memory SIZE")
+        raise UsageError(f"-p auto: the {what} is not known", hint="--memory SIZE")
     given, bits = settings.prefill, settings.quantize
     run = replace(
         run,
@@ -53,10 +56,10 @@ def choose_way(
         nearest = sorted(ways, key=lambda way: way.excess)[:_NAMED]
         short = ", ".join(f"{_name(way)} by {bytes_in_words(way.excess)}" for way in nearest)
         raise UsageError(
-            f"-p {AUTO}: nothing fits ({memory.there()}); too large are {short or 'all'}",
+            f"-p auto: nothing fits ({memory.there()}); too large are {short or 'all'}",
             hint="--quantize 4bit, --prefill block",
         )
-    for word, way in zip((AUTO, "second"), fitting, strict=False):
+    for word, way in zip(("auto", "second"), fitting, strict=False):
         watcher.note(f"{word}: {_name(way)} {_why(way, run.text.prompt, asked)}")
     watcher.note(f"memory: {memory.there()}")
     first = fitting[0]

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache as remember
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -105,7 +105,7 @@ class Draw(Protocol):
     def __call__(self, logits: Tensor) -> None: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepsReport:
     """How decoded tokens ran, so far.
 
@@ -128,7 +128,7 @@ class StepsReport:
 
     def __add__(self, other: StepsReport) -> StepsReport:
         """Put the steps of two runs together."""
-        both = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        both = {name: value + getattr(other, name) for name, value in vars(self).items()}
         return StepsReport(**both | {"cuda_graphs": self.cuda_graphs or other.cuda_graphs})
 
 
@@ -199,7 +199,7 @@ class StaticDecoding:
         cache.check_whole()
         static = self._record is not None or self._compile is not None
         if not static or not cache.fix_shapes(self._room):
-            self.steps.eager_steps += 1
+            self.steps += StepsReport(eager_steps=1)
             if self._says_why:
                 several, self._says_why = self._record is None, False
                 why = "the model is on several devices" if several else None
@@ -217,9 +217,8 @@ class StaticDecoding:
             return self.feed(cache, token_ids, draw)
         made = counters["stats"]["unique_graphs"] - before
         if made:
-            self.steps.graphs += made
-            self.steps.compile_s += time.perf_counter() - start
-        self.steps.compiled_steps += self._forward is not None
+            self.steps += StepsReport(made, compile_s=time.perf_counter() - start)
+        self.steps += StepsReport(compiled_steps=self._forward is not None)
         return logits
 
     def _step(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
@@ -234,7 +233,7 @@ class StaticDecoding:
                     logits = self._replay(self._recorded, token_ids)
                 else:
                     logits = self._run(cache, token_ids, draw)
-                    self.steps.eager_steps += self._forward is None
+                    self.steps += StepsReport(eager_steps=self._forward is None)
             except (TorchDynamoException, FailOnRecompileLimitHit):
                 raise  # nothing has run
             except BaseException:
@@ -263,8 +262,7 @@ class StaticDecoding:
         if recorded.token is not token_ids:
             recorded.token.copy_(token_ids)
         recorded.recording.replay()
-        self.steps.cuda_graphs = True
-        self.steps.replayed_steps += self._forward is None
+        self.steps += StepsReport(cuda_graphs=True, replayed_steps=self._forward is None)
         return recorded.logits
 
     def _run(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
