@@ -57,6 +57,7 @@ def generate(
     show: str | Path | None = None,
     turns: Sequence[Any] | str | Path | None = None,
     cache: KVCache | str | Path | None = None,
+    later: bool = False,
     max_new_tokens: int | str | None = None,
     temperature: float | None = None,
     stop: str | Sequence[str] = (),
@@ -125,6 +126,7 @@ def plan(
     curves: str | None = None,
     min_tokens: int | str | None = None,
     recommend: Any = None,
+    guarantee: float | None = None,
 ) -> PlanDocument: ...
 def profile(
     model: Any = None,
@@ -177,6 +179,7 @@ def evaluate(
     prefill: str | None = None,
     max_drop: float | None = None,
     within: float | None = None,
+    guarantee: float | None = None,
     continue_on_error: bool = True,
     overwrite: bool = False,
     query_agnostic: bool = False,

@@ -117,12 +117,36 @@ def default_block(device: str) -> int:
     return DEVICE_BLOCKS.get(device.partition(":")[0], DEFAULT_BLOCK)
 
 
-def parse_prefill(text: str, name: str = "prefill", device: str = "") -> int | None:
+def next_block(left: int, block: int) -> int:
+    """Return the tokens of the next block of a text: a rest below a quarter of one joins it.
+
+    >>> next_block(1024, 512), next_block(600, 512), next_block(9, 512)
+    (512, 600, 9)
+    """
+    return block if 4 * left >= 5 * block else left
+
+
+def longest_block(tokens: int, block: int) -> int:
+    """Return the tokens of the longest of these blocks of a text.
+
+    >>> longest_block(1030, 512), longest_block(1300, 512), longest_block(300, 512)
+    (518, 512, 300)
+    """
+    if tokens < block:
+        return tokens
+    rest = tokens % block
+    return block + rest if 4 * rest < block else block
+
+
+def parse_prefill(
+    text: str, name: str = "prefill", device: str = "", own: int | None = None
+) -> int | None:
     """Read how a prompt is fed: `full` is None, `block:M` M tokens per block.
 
     Args:
         name: what to call the setting in an error.
         device: on which `block` is as many tokens as are the default there; "": not known.
+        own: tokens of a `block` of the policy on any device; None: it has no wish.
 
     >>> parse_prefill("full"), parse_prefill("block"), parse_prefill("block:1K")
     (None, 128, 1024)
@@ -135,19 +159,21 @@ def parse_prefill(text: str, name: str = "prefill", device: str = "") -> int | N
         )
     if kind.lower() == "full":
         return None
-    block = parse_count(size) if colon else default_block(device)
+    block = parse_count(size) if colon else own or default_block(device)
     if block < 1:
         raise UsageError(f"{name}: a block is 1 token or more, got {block}")
     return block
 
 
-def spell_prefill(text: str, name: str = "prefill", device: str = "") -> str:
+def spell_prefill(
+    text: str, name: str = "prefill", device: str = "", own: int | None = None
+) -> str:
     """Read how a prompt is fed, and write it in its canonical spelling, `full` or `block:M`.
 
     >>> spell_prefill("FULL"), spell_prefill("block"), spell_prefill("block", device="cuda")
     ('full', 'block:128', 'block:2048')
     """
-    block = parse_prefill(text, name, device)
+    block = parse_prefill(text, name, device, own)
     return "full" if block is None else f"block:{block}"
 
 

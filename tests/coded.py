@@ -9,19 +9,20 @@ from torch import Tensor
 
 from kvtool.cache.slots import layer
 from kvtool.cache.slots.slot_form import CodedForm, Form
+from kvtool.cache.steps import block, step
 from kvtool.policies.grammar import parse_policy
 
 
-class DecodedForm(Form):
-    """Slots of floats that have been through a codec."""
-
-    def __init__(self, coded, keys, values):
-        super().__init__(keys, values)
-        self.coded = coded
+class DecodedForm(CodedForm):
+    """Slots of floats that have been through a codec, once: what is kept is not rounded again."""
 
     def quantise(self, keys, values):
-        keys, values = self.coded.dequantise(self.coded.quantise(keys, values))
+        stored = super().quantise(keys, values)
+        keys, values = super().dequantise_keys(stored), super().dequantise_values(stored)
         return {"keys": keys, "values": values}
+
+    dequantise, join, with_values = Form.dequantise, Form.join, Form.with_values
+    dequantise_keys, dequantise_values = Form.dequantise_keys, Form.dequantise_values
 
 
 @contextmanager
@@ -30,9 +31,20 @@ def decoded_slots(codec: str) -> Iterator[None]:
     part = parse_policy(f"full+{codec}").codec
 
     def make_form(_none, index, keys, values):
-        return DecodedForm(CodedForm(part, index, keys, values), keys, values)
+        return DecodedForm(part, index, keys, values)
 
-    with mock.patch.object(layer, "make_form", make_form):
+    def leave_block(layer, held, keys, values, rows):
+        slots = layer.slots
+        if not slots.used or layer.padded:  # its policy has no codec to fit
+            own = keys[:, :, held.kept :], values[:, :, held.kept :]
+            empty = (slots.positions[:, :, : slots.used] < 0).flatten(1).all(1)
+            slots.form = slots.form.fitted(layer.index, *own, held.new, empty)
+        return block.leave_block(layer, held, keys, values, rows)
+
+    with (
+        mock.patch.object(layer, "make_form", make_form),
+        mock.patch.object(step, "leave_block", leave_block),
+    ):
         yield
 
 

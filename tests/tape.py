@@ -62,7 +62,7 @@ class _Taping(TorchDispatchMode):
 
 
 class TapeRecording:
-    """A `kvtool.generation.graphs.Recording` of any device's operations."""
+    """In place of `kvtool.generation.graphs.CudaRecording`, of any device's operations."""
 
     def __init__(self) -> None:
         self._taping = _Taping()

@@ -36,6 +36,13 @@ def test_each_line_that_launches_counts_under_its_kind():
     assert names[2:4] == ["_scaled_dot_product_flash_attention"] * 2
 
 
+def test_operators_count_as_the_kernels_that_they_launch():
+    token = "torch.ops.kvtool.decode_token.default(x, by_values={})"
+    lines = [token.format(False), token.format(True), "torch.ops.kvtool.page_scores.default(x)"]
+    found = [len(find_launches(f"def call(self):\n    buf0 = {line}")) for line in lines]
+    assert found == [2, 3, 1]
+
+
 def test_the_table_shows_each_kind_and_what_there_is():
     line = LayerLaunches("h2o", 512, 1, 3, {"triton": 3}, {"triton a": 1, "triton b": 2})
     assert "| h2o | 3 | 3 |" in table([line])

@@ -120,7 +120,8 @@ class DecodingSettings:
 
 
 MEMORY_HELP = (
-    "Memory, weights included, that --dry-run and -b auto count with (16GiB).  [default: what is "
+    "Memory, weights included, that --dry-run, -b auto and -p auto count with (16GiB).  [default: "
+    "what is "
     "free]"
 )
 
@@ -162,7 +163,7 @@ class DeviceSettings(ModelSettings):
             UsageError: a memory that is no size in bytes, or that nothing counts with.
         """
         if self.memory_there is not None and not (used or self.dry_run):
-            raise UsageError("--device-memory goes with --dry-run or -b auto")
+            raise UsageError("--device-memory goes with --dry-run, -b auto or -p auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,12 +120,12 @@ def prepare_compression(
     prompt, source = typed_prompt(settings)
     if prompt is None:
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
-    prefill = read_prefill(settings)
     policy, budget = choose_policy(settings, plan, watcher)
+    prefill = read_prefill(settings, policy)
     if settings.export_path is not None:
         from kvtool.engines.vllm.virtual_prompt import refuse_policy
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)
-    request = with_budget(settings, request, watcher, settings.new_tokens)
+    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
     return CompressionRun(settings, request)

@@ -412,7 +412,7 @@ def _document(
         plan=plan,
         timing=_timing(answers, sum(each.prefill_s for each in read)),
         fidelity=_fidelity(answers[0]) if answers else None,
-        compiled=CompileSection(**asdict(StepsReport.join(steps))) if steps else None,
+        compiled=CompileSection(**asdict(sum(steps, StepsReport()))) if steps else None,
     )
 
 

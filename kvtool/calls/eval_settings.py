@@ -43,6 +43,11 @@ class _HowSettings(RecipeSettings):
         "full cache.  [default: 5]",
         key="eval.within",
     )
+    guarantee: float | None = flag(
+        "--guarantee=PCT",
+        "Say which of the budgets lose at most PCT percent of answers, at 95 % confidence.",
+        key="eval.guarantee",
+    )
     compare: list[str] = flag(
         "--compare=A,B",
         "Compare two policies, or variants (h2o@64); repeat it. p-values are corrected "

@@ -262,7 +262,8 @@ def rescore_run(options: EvalSettings, watcher: Watcher) -> ResultsDocument:
         if each.name not in fine and getattr(options, each.name) != getattr(plain, each.name)
     ]
     if given:
-        raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}")
+        hint = None if options.guarantee is None else "chosen afterwards: no guarantee"
+        raise UsageError(f"--rescore takes a run as it is; leave out {', '.join(given)}", hint=hint)
     read_recipe(Source.empty(), flags_of(options).values)  # which has the bounds of `within`
     for text in policies:
         parse_policy(text)

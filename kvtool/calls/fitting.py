@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from kvtool.calls.auto_policy import choose_way
 from kvtool.calls.base_settings import DeviceSettings
 from kvtool.documents.memory import DeviceMemory, RunMemory, UnknownMemory
 from kvtool.documents.plan import Device, PlanDocument, Way
@@ -22,7 +23,7 @@ from kvtool.planning.lost_answers import Losses, packaged
 from kvtool.planning.make_plan import PlannableLayers
 from kvtool.planning.parameters import BITS, Bits, weights_bytes
 from kvtool.planning.variants import FULL_CACHE, Variant
-from kvtool.planning.ways import list_ways
+from kvtool.planning.ways import Asked, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words, spell_prefill
@@ -79,23 +80,32 @@ def with_budget(
     watcher: Watcher,
     new: int,
     turns: Turns | None = None,
+    *,
+    later: bool = False,
 ) -> Request:
-    """Return a request whose budget is in bytes where it was `auto`, and say what was chosen.
+    """Return a request whose policy, or budget, is what fits where it was `auto`, and say which.
 
     Args:
         new: tokens that are generated at most, in each turn.
+        later: whether questions come after the prompt was compressed.
 
     Raises:
         UsageError: nothing is left of the memory, or what is there is not known.
         KvtoolError: a model that cannot be read.
     """
-    if request.budget is None or request.budget.share is None:
+    shared = request.budget is not None and request.budget.share is not None
+    if not (shared or settings.chooses):
         return request
     run = _run_of(settings, request, new, turns)
     if isinstance(run, UnknownMemory):
         settings.source().tokenizer()  # says why the model cannot be read
-        raise UsageError("-b auto needs the model's configuration and tokenizer")
+        raise UsageError("auto needs the model's configuration and tokenizer")
     memory = _memory_of(settings, run)
+    if settings.chooses:
+        asked: Asked = "later" if later else "known"
+        policy, budget, prefill = choose_way(settings, run, memory, asked, watcher)
+        return replace(request, policy=policy, budget=budget, prefill=prefill)
+    assert request.budget is not None
     budget = choose_bytes([run], request.budget, memory)
     watcher.note(chosen_note(budget, request.budget, memory, [run]))
     return replace(request, budget=budget)
@@ -264,7 +274,7 @@ class PlannedRun:
     def _spell(self, policy: Policy, tokens: int | None, prefill: str) -> str:
         settings = self.settings
         if not self.run.device:  # a block there may be another one than was counted with
-            prefill = spell_prefill(prefill)
+            prefill = spell_prefill(prefill, own=policy.own_block)
         given = {
             "-m": settings.model,
             "--revision": settings.revision,

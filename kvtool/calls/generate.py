@@ -148,7 +148,8 @@ def prepare_generation(
     settings.source().check(config_only=settings.dry_run)
     turns = None if settings.turns is None else _read_turns(settings, settings.turns)
     request = _request(settings, plan, watcher)
-    request = with_budget(settings, request, watcher, settings.new_tokens, turns)
+    later = settings.later or turns is not None or settings.save is not None
+    request = with_budget(settings, request, watcher, settings.new_tokens, turns, later=later)
     return GenerationRun(settings, request, turns)
 
 
@@ -187,7 +188,6 @@ def _check_processes(settings: GenerationSettings) -> None:
 
 def _request(settings: GenerationSettings, plan: PlanDocument | None, watcher: Watcher) -> Request:
     prompt, source = typed_prompt(settings)
-    prefill = read_prefill(settings)
     if settings.cache is not None:
         if plan is not None:
             raise UsageError(
@@ -196,8 +196,9 @@ def _request(settings: GenerationSettings, plan: PlanDocument | None, watcher: W
                 hint="leave out one of them",
             )
         policy, budget = resumed_policy(settings, settings.cache)
-        return Request(prompt, source, policy, budget, prefill)
+        return Request(prompt, source, policy, budget, read_prefill(settings, policy))
     policy, budget = choose_policy(settings, plan, watcher)
+    prefill = read_prefill(settings, policy)
     if not settings.wants_needle:
         return Request(prompt, source, policy, budget, prefill, plan)
     prompt, code = write_needle()

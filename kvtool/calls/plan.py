@@ -251,10 +251,12 @@ class PlanRun:
         """Make the plan."""
         if self.recommendation is not None:
             from kvtool.calls.recommended import reasons
+            from kvtool.report.words import guarantee_lines
 
             found, results = self.recommendation
             document = found.planned.document
             notes = reasons(found, results, document, self.target.bytes or 0)
+            notes += guarantee_lines(results) if self.settings.guarantee is not None else []
         else:
             from kvtool.planning.make_plan import make_plan
 
@@ -289,6 +291,8 @@ def prepare_plan(settings: PlanSettings, watcher: Watcher) -> PlanRun:
         UsageError, KvtoolError: as `plan`.
     """
     results, where, ways = None, None, None
+    if settings.guarantee is not None and settings.recommend is None:
+        raise UsageError("--guarantee is that of a run", hint="--recommend RESULTS")
     if settings.recommend is not None:
         from kvtool.calls.recommended import for_results, read_run
 
@@ -375,7 +379,7 @@ def _recommended(run: PlanRun, results: ResultsDocument) -> PlanRun:
 
     biased = run.model.config is not None and has_key_biases(run.model.config)
     place = Place(run.model.shape, run.target, run.profile, run.model.layers, biased)
-    found = recommend(results, place)
+    found = recommend(results, place, run.settings.guarantee)
     return replace(
         run,
         policy=found.evidence.policy,

@@ -76,6 +76,9 @@ class PlanSettings(ModelSettings):
         "Plan the best variant of a run that fits --bytes: its folder or results.json.",
         typed=str | None,
     )
+    guarantee: float | None = flag(
+        "--guarantee=PCT", "Recommend only what the run's guarantee holds for."
+    )
     plot: str | None = flag("--plot=FILE", "Draw the plan (.png, .svg, .pdf).", python=None)
     config: Any = None
 

@@ -87,7 +87,7 @@ def prepare_prompts(
     prompts = read_prompts(asked, keep_bad=settings.skip_bad) if isinstance(asked, str) else asked
     policy, budget = choose_policy(settings, plan, watcher)
     source = settings.prompts if isinstance(settings.prompts, str) else "a list"
-    request = Request(None, source, policy, budget, read_prefill(settings), plan)
+    request = Request(None, source, policy, budget, read_prefill(settings, policy), plan)
     return PromptsRun(settings, request, prompts)
 
 

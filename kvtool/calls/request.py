@@ -125,15 +125,15 @@ def room_for_rows(
     return None if free is None else free // _FREE_SHARE, _MOST_ROWS
 
 
-def read_prefill(settings: CachedSettings) -> str:
-    """Return `full` or `block:M`; the device gives the M of `block`.
+def read_prefill(settings: CachedSettings, policy: Policy) -> str:
+    """Return `full` or `block:M`; the policy or the device gives the M of `block`.
 
     Raises:
         UsageError: neither, a block of no token, or a device that is not there.
     """
     text = settings.prefill or "full"
     device = settings.planned_device if says_default_block(text) else ""
-    return spell_prefill(text, name="--prefill", device=device)
+    return spell_prefill(text, name="--prefill", device=device, own=policy.own_block)
 
 
 def configuration(settings: PromptSettings, request: Request) -> dict[str, Any]:
@@ -185,6 +185,13 @@ def choose_policy(
     size = None if settings.budget is None else Budget.parse(settings.budget)
     if plan is not None:
         size = plan.target.budget
+    if settings.chooses:
+        others = {"-b": size, "--allocator": settings.allocator, "a plan": plan}
+        for name in (name for name, given in others.items() if given is not None):
+            raise UsageError(
+                f"-p auto chooses the budget, too; leave out {name}", hint="--memory bounds it"
+            )
+        return Policy(Full()), None  # until the prompt is known
     if settings.policy is None and size is not None:
         raise UsageError("--budget needs a policy", hint=f"--policy h2o+caote --budget {size}")
     chosen = given_policy(settings)

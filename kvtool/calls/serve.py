@@ -110,7 +110,7 @@ def prepare_serve(settings: ServeSettings, watcher: Watcher) -> ServeRun:
     allowed = _allowed(settings.allow_policies)
     quiet = settings.cache and settings.policy is None  # a cached text brings its own policy
     policy, budget = choose_policy(settings, plan, Watcher() if quiet else watcher)
-    prefill = read_prefill(settings)
+    prefill = read_prefill(settings, policy)
     return ServeRun(settings, Request(None, "requests", policy, budget, prefill, plan), allowed)
 
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 else:
     KVCache = PromptEntry = Turns = Policy = Any
 
+AUTO = "auto"
+"""The policy that stands for whatever a plan would list first."""
+
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
 
@@ -44,8 +47,8 @@ class CachedSettings(RecipeSettings):
 
     policy: str | Policy | None = flag(
         "--policy -p=POLICY",
-        "What to keep, e.g. h2o+caote; see `kvtool policies`. A score of your own: "
-        "my_package.my_module:MyScore.",
+        "What to keep, e.g. h2o+caote; see `kvtool policies`. auto: what loses least in the "
+        "memory that is free. A score of your own: my_package.my_module:MyScore.",
         key="policy",
         env="KVTOOL_POLICY",
         after="chat_template",
@@ -61,7 +64,7 @@ class CachedSettings(RecipeSettings):
     prefill: str | None = flag(
         "--prefill=full|block[:M]",
         f"Read the prompt whole, or in blocks of M tokens ({DEFAULT_BLOCK}; on CUDA "
-        f"{DEVICE_BLOCKS['cuda']}).",
+        f"{DEVICE_BLOCKS['cuda']}; kvzip 512).",
         key="prefill",
         after="budget",
     )
@@ -71,11 +74,22 @@ class CachedSettings(RecipeSettings):
         """The budget that is given."""
         return None if self.budget is None else Budget.parse(self.budget)
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the policy is left to the memory and the prompt."""
+        return isinstance(self.policy, str) and self.policy.strip().lower() == AUTO
+
     def check(self) -> None:
         """Refuse settings that are wrong by themselves, without importing torch."""
 
     def check_no_share(self) -> None:
-        """Refuse a share of the memory as the budget of many prompts, which share one anyway."""
+        """Refuse a share of the memory as the budget of many prompts, which share one anyway.
+
+        A policy that each of them would choose is refused, too.
+        """
+        if self.chooses:
+            hint = "a policy, such as full+int8"
+            raise UsageError(f"-p {AUTO} goes with one prompt", hint=hint)
         if self.size is not None and self.size.share is not None:
             hint = "-b in tokens or bytes, or a share of each prompt"
             raise UsageError(f"-b {self.budget} goes with one prompt", hint=hint)
@@ -138,7 +152,8 @@ class PromptSettings(CachedSettings):
                 f"--show writes a page or, with -, to the terminal, got {quote(self.show)}",
                 hint="--show kept.html",
             )
-        self.check_memory(used=self.size is not None and self.size.share is not None)
+        shared = self.size is not None and self.size.share is not None
+        self.check_memory(used=shared or self.chooses)
         if self.system is None:
             return
         check_prompt(self.system, "--system")
@@ -237,6 +252,13 @@ class GenerationSettings(DecodingSettings, PromptSettings):
         default=False,
     )
     cache: str | KVCache | None = flag("--cache=CACHE.safetensors", "Go on from this saved cache.")
+    later: bool = flag(
+        "--later",
+        "Questions come after the prompt was compressed: what -p auto chooses for. --turns and "
+        "--save mean it, too.",
+        counts=False,
+        default=False,
+    )
     max_new_tokens: str | int | None = flag(
         "--max-new-tokens -n=N",
         f"Stop after N new tokens.  [default: {DEFAULT_NEW_TOKENS}]",
@@ -306,6 +328,8 @@ class GenerationSettings(DecodingSettings, PromptSettings):
     def check(self) -> None:
         super().check()
         _ = self.new_tokens, self.memory_bytes
+        if self.later and not self.chooses:
+            raise UsageError("--later goes with -p auto")
         if self.temperature is not None:
             check_temperature(self.temperature, "--temperature")
         if "" in self.stop:

@@ -8,7 +8,7 @@ PANELS: dict[str, tuple[str, ...]] = {
     "Model": ("model", "device", "dtype", "quantize"),
     "Policy and budget": (
         *("policy", "budget", "budgets", "prefill", "allocator", "baseline", "ratio", "bytes"),
-        *("curves", "min_tokens", "recommend", "allow_policies"),
+        *("curves", "min_tokens", "recommend", "guarantee", "allow_policies"),
     ),
     "Prompt": (
         *("prompt", "prompt_file", "turns", "cache", "system", "chat_template"),

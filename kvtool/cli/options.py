@@ -30,7 +30,7 @@ from kvtool.policies.table import BASES, MODIFIERS
 def _check_policies(options: Any) -> None:
     """Refuse a policy that is misspelled before anything else is imported."""
     given = getattr(options, "policy", None)
-    if given:
+    if given and not getattr(options, "chooses", False):
         check_policies([given] if isinstance(given, str) else given)
 
 

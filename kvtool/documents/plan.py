@@ -277,6 +277,11 @@ class WayLoss(Section):
         """The larger of the two."""
         return max(self.known or 0.0, self.later or 0.0)
 
+    def of(self, asked: str) -> float:
+        """Return the loss of a question that is `known` or asked `later`, else the larger one."""
+        found: float | None = getattr(self, asked)
+        return self.worse if found is None else found
+
 
 class Way(SparseSection):
     """One way to run the plan's model.

@@ -41,15 +41,9 @@ from kvtool.documents.document import (
     listed,
 )
 from kvtool.documents.settings import Asking, ModelFields, Name
-from kvtool.documents.verdict import WITHIN
+from kvtool.documents.verdict import WITHIN, Loss
 from kvtool.errors import UsageError, quote
-from kvtool.sizes import (
-    LARGEST_SEED,
-    Budget,
-    check_temperature,
-    says_default_block,
-    spell_prefill,
-)
+from kvtool.sizes import LARGEST_SEED, Budget, check_temperature, says_default_block, spell_prefill
 
 
 def _canonical(value: Any) -> int | str:
@@ -175,12 +169,14 @@ class _Measured:
 class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     """What is measured, and how prompts are made; `query_aware: null` is the task's own.
 
-    `within` is the bound of the verdict, in percent of the full cache's score, and `compare` names
-    pairs of policies to compare (`mine,h2o`).
+    `within` is the bound of the verdict, in percent of the full cache's score, `guarantee` that of
+    a guarantee, in percent of prompts, and `compare` names pairs of policies to compare
+    (`mine,h2o`).
     """
 
     max_length: Tokens | None = None
     within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
+    guarantee: Loss | None = None
 
 
 class Gate(RecipeSection):

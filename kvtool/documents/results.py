@@ -32,7 +32,7 @@ from kvtool.documents.document import (
 from kvtool.documents.files import as_folder
 from kvtool.documents.plan import PlanDocument
 from kvtool.documents.settings import Protocol, as_entry
-from kvtool.documents.verdict import Difference, Paired, SampleScores, Verdict
+from kvtool.documents.verdict import Difference, Loss, Paired, SampleScores, Verdict
 from kvtool.sizes import LARGEST_SEED, WIDTH
 
 COMPARISON = "kvtool.evaluation.pairs"
@@ -329,13 +329,14 @@ Amount = Annotated[float, Field(ge=0, le=1e100)]
 
 
 class TaskSamples(Section):
-    """A task with its settings, and its samples in order: id and hash of the content."""
+    """A task with its settings, and its samples in order: id, hash, and number of the context."""
 
     task: str
     version: int
     settings: dict[str, Any]
     fingerprint: str
     samples: list[tuple[str, str]]
+    contexts: list[NonNegativeInt] = Field(default_factory=list)
     one_token: float = 0.0
 
 
@@ -366,6 +367,7 @@ class SamplesDocument(Document):
     variants: Annotated[list[VariantEntry], WERE_ARMS]
     plan: PlanDocument | None = None
     tasks: list[TaskSamples]
+    guarantee: Loss | None = None
 
 
 _BYTES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, FiniteFloat, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from kvtool.documents.document import WAS_ARM, WERE_ARMS, Section
 
@@ -14,6 +14,10 @@ WITHIN = 5.0
 
 CHANCE = 0.05
 """The largest corrected p-value at which a difference counts."""
+
+
+Loss = Annotated[FiniteFloat, Field(gt=0, lt=100)]
+"""The mean loss that a guarantee allows, in percent."""
 
 
 class Interval(Section):
@@ -90,11 +94,43 @@ class Choice(Section):
     speed: Interval | None = None
 
 
+class Bounded(Section):
+    """How much a variant loses against the full cache, on the task where that is least sure.
+
+    `lost` is the sum of the losses of `n` contexts, each 0 or 1 if `counted`. `p` is the chance of
+    so little where the guarantee does not hold. `bound` is the largest mean loss, in percent, that
+    fits what was seen; all bounds hold at once, at 95 %. `why` says what prevents a test.
+    """
+
+    variant: str
+    passed: bool = False
+    task: str
+    n: NonNegativeInt = 0
+    lost: NonNegativeFloat = 0.0
+    counted: bool = True
+    p: FiniteFloat = 1.0
+    bound: FiniteFloat = 100.0
+    why: str | None = None
+
+
+class Guarantee(Section):
+    """Which variants lose at most `loss` percent in the mean, at 95 % confidence, on every task.
+
+    `chain` has them as they are tested, policy by policy, from the largest budget down. `level` is
+    that of each policy's tests.
+    """
+
+    loss: Loss
+    level: Annotated[FiniteFloat, Field(gt=0, lt=1)]
+    chain: list[Bounded]
+
+
 class Verdict(Section):
     """The cheapest variants whose scores are within `within` percent of the full cache's.
 
     On each of `tasks`, which are those where percent of the full cache's score mean something.
-    `variants` holds the evidence of each variant; `why` says why there is no verdict.
+    `variants` holds the evidence of each variant; `why` says why there is no verdict. `guarantee`
+    is None where none was asked for before the run.
     """
 
     within: FiniteFloat
@@ -102,6 +138,7 @@ class Verdict(Section):
     tasks: list[str]
     variants: Annotated[list[Standing], WERE_ARMS]
     choices: list[Choice]
+    guarantee: Guarantee | None = None
 
     def of(self, variant: str) -> Standing | None:
         """Return the standing of one variant."""

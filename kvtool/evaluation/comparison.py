@@ -82,13 +82,14 @@ def read_comparison(
         check_named=check_imported,
     )
     recipe, plan = resolved.recipe, resolved.plan
-    if says_default_block(str(recipe.prefill)):
-        block = spell_prefill(str(recipe.prefill), device=device(recipe.model))
-        recipe = recipe.model_copy(update={"prefill": block})
     policies, (chosen, left_out) = gather(
         lambda: _policies(recipe, resolved.source),
         lambda: read_tasks(task_flags, recipe, resolved.source),
     )
+    if says_default_block(str(recipe.prefill)):
+        own = max((policy.own_block or 0 for policy in policies), default=0)
+        block = spell_prefill(str(recipe.prefill), device=device(recipe.model), own=own or None)
+        recipe = recipe.model_copy(update={"prefill": block})
     budgets = recipe.budgets()
     variants = make_variants(
         policies,

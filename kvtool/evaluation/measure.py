@@ -156,6 +156,11 @@ def _choose(
             f"{there.unknown} answers in {run.store.folder} are an earlier kvtool's and do not say "
             "by what code they were given; --overwrite measures them anew"
         )
+    if run.index.guarantee is not None and not _same_recipe(prepared, run.store):
+        raise UsageError(
+            f"`{run.store.folder}` holds a run of another recipe; chosen afterwards: no guarantee",
+            hint="another --output, and another --seed if you have seen its answers",
+        )
     return run
 
 
@@ -177,6 +182,7 @@ def _plan(prepared: Prepared, store: Store, loaded: Loaded, argv: Sequence[str])
         protocol=comparison.protocol,
         gates=comparison.gates,
         within=comparison.recipe.eval.within,
+        guarantee=comparison.recipe.eval.guarantee,
         pairs=comparison.recipe.eval.compare,
         claim=comparison.recipe.claim,
     )

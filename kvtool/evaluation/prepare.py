@@ -13,6 +13,8 @@ from kvtool.errors import UsageError
 from kvtool.evaluation.auto_budget import asks_device, with_budgets
 from kvtool.evaluation.bench.estimate import Estimate, largest_batch_of
 from kvtool.evaluation.comparison import Comparison, is_named, run_folder
+from kvtool.evaluation.guarantee import check_guarantee
+from kvtool.evaluation.pairs import variant_entry
 from kvtool.evaluation.run.runner import Job, draw_jobs
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.samples.sample import Json, token_counter
@@ -208,6 +210,8 @@ def prepare(
     _note_budgets(comparison, config, dtype, watcher)
     counter = token_counter(tokenizer, trained_length(config))
     jobs = draw_jobs(comparison.tasks, counter, comparison.recipe.eval.limit)
+    if (loss := comparison.recipe.eval.guarantee) is not None:
+        check_guarantee(loss, jobs, list(map(variant_entry, comparison.variants)))
     estimate = Estimate(tokenizer, config, dtype, comparison.protocol)
     for job in jobs:
         if job.task.knows_query(comparison.protocol):

@@ -221,7 +221,7 @@ def _why_none(full: dict[str, TaskResult], tasks: list[str], others: list[str]) 
 
 def _standing(result: TaskResult | None, full: TaskResult, variant: str, within: float) -> Standing:
     """Compare one variant with the full cache on one task."""
-    pair, why = None if result is None else result.paired, _why_undecided(result, full)
+    pair, why = None if result is None else result.paired, why_undecided(result, full)
     gain = low = high = None
     if result is not None and pair is not None and pair.full != 0:
         gain, low, high = pair.percent(lower_is_better=result.lower_is_better)
@@ -242,7 +242,7 @@ def _standing(result: TaskResult | None, full: TaskResult, variant: str, within:
     )
 
 
-def _why_undecided(result: TaskResult | None, full: TaskResult) -> str | None:
+def why_undecided(result: TaskResult | None, full: TaskResult) -> str | None:
     """Say what keeps a variant from being compared."""
     if result is None or not result.n + result.failed:
         return "no sample was measured"

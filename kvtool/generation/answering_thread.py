@@ -26,16 +26,7 @@ from kvtool.generation.continuation import feed_prompt
 from kvtool.generation.conversation import Asked, Conversation
 from kvtool.generation.graphs import StaticDecoding
 from kvtool.generation.model_settings import end_tokens
-from kvtool.generation.serving import (
-    STEPS,
-    Batch,
-    Drawing,
-    Room,
-    Running,
-    Waiting,
-    begin,
-    bytes_of,
-)
+from kvtool.generation.serving import STEPS, Batch, Drawing, Room, Running, Waiting, begin, bytes_of
 from kvtool.model_shape import layer_shapes
 
 _END = object()
@@ -277,33 +268,31 @@ class LiveAnswers:
             if not self._coming:
                 return None
             job = self._coming[0]
-            sizes = self._sizes(job)
-            if not self._room.takes(sizes, self._ended):
+            count, sizes = self.running + 1, self._sizes(job)
+            if not self._room.takes(count, sizes):
                 for live in self._batches:
                     live.batch.tighten()
                 sizes = self._sizes(job)
-            if not self._room.takes(sizes):
+            if not self._room.takes(count, sizes):
                 return None
             if self.memory is not None:
                 self.held.shrink(self.memory - bytes_of(sizes))
             return self._coming.popleft()
 
     def _sizes(self, job: Job | None = None) -> list[list[int]]:
-        """Return the bytes of each request of each batch, with one more in the batch it joins."""
-        reading = [] if self._reading is None else [self._reading[0]]
-        there = [(live.group, live.batch.sizes) for live in self._batches]
-        there += [(each.group, [each.sequence_bytes]) for each in reading]
-        sizes, joined = [], False
-        for group, own in there:
-            if job is not None and group == job.group and not joined:
-                own, joined = [*own, job.sequence_bytes], True
-            sizes.append(own)
-        return sizes if job is None or joined else [*sizes, [job.sequence_bytes]]
+        """Return the bytes of each place of each batch, and of a request in the batch it joins.
 
-    @property
-    def _ended(self) -> int:
-        """Places of requests that have ended, which are still in their batches."""
-        return sum(len(live.batch.sizes) - len(live.jobs) for live in self._batches)
+        Without a request, that is the one whose prompt is being read.
+        """
+        job = job or (self._reading and self._reading[0])
+        sizes = [[*live.batch.sizes] for live in self._batches]
+        if job is not None:
+            groups = [live.group for live in self._batches]
+            if job.group in groups:
+                sizes[groups.index(job.group)].append(job.sequence_bytes)
+            else:
+                sizes.append([job.sequence_bytes])
+        return sizes
 
     def _free(self, batch: Batch) -> int | None:
         """Return the bytes that a batch may take beside the others."""

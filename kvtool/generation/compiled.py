@@ -21,7 +21,7 @@ from kvtool.documents.files import user_cache
 from kvtool.errors import KvtoolError
 
 _PAYS_FROM = 1536  # new tokens: on an H200, 53 s of compiling for 34 ms less a token of an 8B model
-_OF_ONE_ROW: dict[str, Any] = {"coordinate_descent_tuning": True, "combo_kernels": True}
+ONE_ROW_OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True, "combo_kernels": True}
 """On CUDA: products become reductions with norms, activations and residuals inside, and independent
 kernels are launched as one. Of more rows products stay with cuBLAS, and tuning finds nothing."""
 
@@ -37,7 +37,7 @@ def compiled_forward(
     options = None
     if backend == "inductor":
         _keep_compiled()
-        options = _OF_ONE_ROW if model.device.type == "cuda" and rows == 1 else None
+        options = ONE_ROW_OPTIONS if model.device.type == "cuda" and rows == 1 else None
     return torch.compile(model.forward, fullgraph=True, backend=backend, options=options)
 
 

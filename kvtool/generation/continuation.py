@@ -16,14 +16,7 @@ from kvtool.cache.whole.report import CacheReport
 from kvtool.errors import UsageError
 from kvtool.generation.broken_numbers import check_logits, explaining
 from kvtool.generation.compiled import pays
-from kvtool.generation.decoding import (
-    Callback,
-    Drawing,
-    StopsAt,
-    StopsWhen,
-    decode_loop,
-    until_end,
-)
+from kvtool.generation.decoding import Callback, Drawing, StopsAt, StopsWhen, decode_loop, until_end
 from kvtool.generation.feeding import (
     check_positions,
     decode_step,
@@ -160,12 +153,9 @@ def generate(
     )
     kept: list[Tensor] | None = [] if compare_full else None
     compiling = compiled or (compiled is None and pays(model, max_new_tokens))
+    required = compiled is not None
     steps = StaticDecoding(
-        model,
-        max_new_tokens,
-        compiled=compiling,
-        graphs=graphs,
-        required=compiled is not None,
+        model, max_new_tokens, compiled=compiling, graphs=graphs, required=required
     )
     if stop_when is not None:
         stop_when()  # whoever watches for a reason to stop begins before the first token is shown
@@ -201,7 +191,7 @@ def generate(
         else compare_with_full(
             model, known.to(model.device), torch.stack(kept, 1), cache.rope.chosen
         ),
-        steps=steps.report() if compiling or steps.replays else None,
+        steps=steps.steps if compiling or steps.replays else None,
     )
 
 

@@ -174,15 +174,24 @@ def decode_loop(
     Raises:
         BrokenNumbers: the logits of a sequence that still runs are not finite.
     """
-    logits, drawn = next_logits, drawing if drawing.fixed and steps.replays else None
+    draw = drawing if drawing.fixed and steps.replays else None  # by the recording, too
+
+    def feed() -> Tensor:
+        with explaining(model, drawing.text):
+            logits = steps.feed(cache, drawing.token, draw)
+            if draw is None:
+                drawing(logits)
+        return logits
+
+    logits = next_logits
     drawing(logits)
     while True:
         if kept_logits is not None:
             kept_logits.append(logits.to("cpu", copy=True))
-        told, ahead = drawing.tell(), steps.replays and drawing.can_wait
-        ahead = ahead and drawing.written < drawing.most
+        told = drawing.tell()
+        ahead = steps.replays and drawing.can_wait and drawing.written < drawing.most
         if ahead:
-            logits = _feed(model, cache, drawing, drawn, steps)
+            logits = feed()
         read = told.read()
         if read[1].any():
             row = int(read[1].nonzero()[0])
@@ -195,22 +204,7 @@ def decode_loop(
                 streamer.end()
             return drawing.text, logits.clone() if ahead else None
         if not ahead:
-            logits = _feed(model, cache, drawing, drawn, steps)
-
-
-def _feed(
-    model: PreTrainedModel,
-    cache: KVCache,
-    drawing: Drawing,
-    drawn: Drawing | None,
-    steps: StaticDecoding,
-) -> Tensor:
-    """Feed the last token and draw the next, in one recording where drawing can be recorded."""
-    with explaining(model, drawing.text):
-        logits = steps.feed(cache, drawing.token, drawn)
-        if drawn is None:
-            drawing(logits)
-    return logits
+            logits = feed()
 
 
 def longer(text: Tensor, most: int) -> Tensor:

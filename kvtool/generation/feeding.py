@@ -104,8 +104,11 @@ def prefill_by_piece(
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
     logits: Tensor | None = None
     begin_prompt(cache, tokenizer)
+    part = Repetition.of(cache)
+    repeats, in_blocks = part is not None and not part.ended, cache.block is not None
+    rows = _rows(input_ids, mask) if repeats else []
     with explaining(model, input_ids), cache.prompt(lengths, new_tokens):
-        if piece is not None and width > piece:
+        if piece is not None and width > piece and not (repeats and in_blocks):
             cache.running.read_in_pieces(-(-width // -(-width // piece)))
         for ids, valid in _blocks(cache, input_ids, mask, counts, lengths):
             last = _last_columns(valid, batch, ids.shape[1])
@@ -115,13 +118,11 @@ def prefill_by_piece(
             else:
                 ends_here = valid.any(1)[:, None]
                 logits = torch.where(ends_here, out, logits)
+            if repeats and in_blocks:
+                repeat_prompt([cache], rows, partial(feed, model), read=seen)
+                seen = cache.tokens_seen()
             yield
-        part = Repetition.of(cache)
-        if logits is not None and part is not None and not part.ended:
-            rows = [
-                ids[own].tolist()
-                for ids, own in zip(input_ids, _tokens(input_ids, mask), strict=True)
-            ]
+        if logits is not None and repeats and not in_blocks:
             repeat_prompt([cache], rows, partial(feed, model))
     if logits is None:
         raise UsageError("the prompt is empty")
@@ -152,8 +153,10 @@ def _blocks(
             yield input_ids.gather(1, places), columns < sizes
 
 
-def _tokens(input_ids: Tensor, mask: Tensor | None) -> Tensor:
-    return torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+def _rows(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """Return the token ids of each sequence, without padding."""
+    tokens = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+    return [ids[own].tolist() for ids, own in zip(input_ids, tokens, strict=True)]
 
 
 def feed(model: PreTrainedModel, cache: KVCache, input_ids: Tensor, valid: Tensor | None) -> None:

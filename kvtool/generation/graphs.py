@@ -8,13 +8,15 @@ as well: where tokens are drawn in the same graph, the host only reads them, one
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache as remember
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +24,6 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
-from kvtool.cache.steps.static import StaticSteps
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import why_not
 from kvtool.generation.compiled import compiled_forward, explain, one_device
@@ -30,8 +31,6 @@ from kvtool.generation.feeding import decode_step
 
 _MOST_ROOM = 2048  # tokens, since every step attends to the empty slots as well
 _PAYS_FROM = 4  # tokens; recording takes about as long as a step by itself
-
-
 _wanted: ContextVar[bool] = ContextVar("wanted", default=True)
 
 
@@ -45,37 +44,53 @@ def recording(wanted: bool) -> Iterator[None]:
         _wanted.reset(before)
 
 
-class Recording(Protocol):
-    """A step that can be run again, on what its tensors hold by then."""
-
-    def record(self, run: Callable[[], Tensor], generators: Iterable[torch.Generator]) -> Tensor:
-        """Record what a function does to tensors, which does not happen yet; what it returns."""
-
-    def replay(self) -> None:
-        """Do it."""
-
-
 class CudaRecording:
-    """A CUDA graph."""
+    """A CUDA graph, and the memory of its own that torch gives it."""
+
+    _one_at_a_time = threading.Lock()  # as torch wants it of a process
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []  # which torch's allocator may still call
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._graph = device, torch.cuda.CUDAGraph()
 
     def record(self, run: Callable[[], Tensor], generators: Iterable[torch.Generator]) -> Tensor:
+        """Record what a function does to tensors, which does not happen yet; what it returns.
+
+        Where that fails, the function's error is raised, and generators are as they were.
+        """
         for each in generators:
             self._graph.register_generator_state(each)
-        with (
-            torch.cuda.device(self._device),
-            torch.cuda.graph(self._graph, capture_error_mode="thread_local"),
-        ):
-            return run()
+        with self._one_at_a_time, torch.cuda.device(self._device):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # nothing can be given back while a graph is recorded
+            with torch.cuda.stream(_recording_stream(self._device)):
+                try:
+                    self._graph.capture_begin(capture_error_mode="thread_local")
+                    found = run()
+                    self._graph.capture_end()
+                except BaseException:
+                    with suppress(RuntimeError):  # says that something else has failed
+                        self._graph.capture_end()
+                    self._failed.append(self._graph)
+                    own = torch.cuda.default_generators[torch.cuda.current_device()]
+                    for each in (own, *generators):  # which wait for the recording's end
+                        each.graphsafe_set_state(each.clone_state())
+                    raise
+        return found
 
     def replay(self) -> None:
+        """Do it."""
         with torch.cuda.device(self._device):
             self._graph.replay()
 
 
-def recorder(model: PreTrainedModel) -> Callable[[], Recording] | None:
+@remember
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the only stream that a device's steps are recorded on: cuBLAS has memory for each."""
+    return torch.cuda.Stream(device)
+
+
+def recorder(model: PreTrainedModel) -> Callable[[], CudaRecording] | None:
     """Return what makes recordings of a model's steps; None: its device knows none."""
     if model.device.type != "cuda" or not one_device(model):
         return None
@@ -83,22 +98,16 @@ def recorder(model: PreTrainedModel) -> Callable[[], Recording] | None:
 
 
 class Draw(Protocol):
-    """What draws the next token from logits, (rows, vocab), where nothing asks the host.
+    """Draws the next token from logits, (rows, vocab), by generators, and asks the host nothing."""
 
-    Attributes:
-        token: (rows,) int64, at a fixed address.
-        generators: that it draws by, which others in the same state may replace.
-    """
-
-    token: Tensor
     generators: list[torch.Generator]
 
     def __call__(self, logits: Tensor) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepsReport:
-    """How decoded tokens ran.
+    """How decoded tokens ran, so far.
 
     Attributes:
         graphs: graphs compiled; none where an earlier run has left one that fits.
@@ -110,58 +119,25 @@ class StepsReport:
         replayed_steps: decoded tokens that were replayed without being compiled.
     """
 
-    graphs: int
-    eager_steps: int
-    compiled_steps: int
-    compile_s: float
+    graphs: int = 0
+    eager_steps: int = 0
+    compiled_steps: int = 0
+    compile_s: float = 0.0
     cuda_graphs: bool = False
     replayed_steps: int = 0
 
-    @classmethod
-    def join(cls, reports: Iterable[StepsReport]) -> StepsReport:
-        """Sum the reports of one run after another."""
-        reports = list(reports)
-        return cls(
-            graphs=sum(each.graphs for each in reports),
-            eager_steps=sum(each.eager_steps for each in reports),
-            compiled_steps=sum(each.compiled_steps for each in reports),
-            compile_s=sum(each.compile_s for each in reports),
-            cuda_graphs=any(each.cuda_graphs for each in reports),
-            replayed_steps=sum(each.replayed_steps for each in reports),
-        )
+    def __add__(self, other: StepsReport) -> StepsReport:
+        """Put the steps of two runs together."""
+        both = {name: value + getattr(other, name) for name, value in asdict(self).items()}
+        return StepsReport(**both | {"cuda_graphs": self.cuda_graphs or other.cuda_graphs})
 
 
-@dataclass(frozen=True)
-class _Recorded:
-    """A recorded step.
+class _Recorded(NamedTuple):
+    """A recorded step, with the (rows,) token that it feeds and the logits that it leaves."""
 
-    Attributes:
-        of: what it holds for, as `_Key`.
-        token: (rows,) int64, which it feeds.
-        logits: (rows, vocab), which it leaves.
-    """
-
-    of: _Key
-    recording: Recording
+    recording: CudaRecording
     token: Tensor
     logits: Tensor
-
-
-@dataclass(frozen=True)
-class _Key:
-    """What a recorded step holds for: the same tensors in the same places, and the same draw."""
-
-    steps: StaticSteps
-    epoch: int
-    rows: int
-    draw: Draw | None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Key) and (
-            self.steps is other.steps
-            and self.draw is other.draw
-            and (self.epoch, self.rows) == (other.epoch, other.rows)
-        )
 
 
 class StaticDecoding:
@@ -192,13 +168,12 @@ class StaticDecoding:
         self._model, self._room, self._required = model, min(tokens, _MOST_ROOM), required
         pays = graphs and _wanted.get() and tokens >= _PAYS_FROM
         self._record = recorder(model) if pays else None
-        self._silent = not pays or (self._record is None and model.device.type != "cuda")
+        self._says_why = pays and (self._record is not None or model.device.type == "cuda")
         self._compile = partial(compiled_forward, model, backend) if compiled else None
         self._forward: Callable[..., Any] | None = None
+        self._last: tuple | None = None  # what a recording holds for
         self._recorded: _Recorded | None = None
-        self._last: _Key | None = None
-        self._graphs = self._eager = self._compiled = self._replayed = 0
-        self._seconds, self._ran_graphs = 0.0, False
+        self.steps = StepsReport()
 
     @property
     def replays(self) -> bool:
@@ -208,15 +183,15 @@ class StaticDecoding:
     def __call__(self, model: PreTrainedModel, cache: KVCache, token_ids: Tensor) -> Tensor:
         """Feed one token per row: see `decode_step`."""
         logits = self.feed(cache, token_ids)
-        recorded = self._recorded  # the next step writes over its logits
-        return logits.clone() if recorded is not None and logits is recorded.logits else logits
+        return logits if self._recorded is None else logits.clone()  # the next step writes over it
 
     @torch.no_grad()
     def feed(self, cache: KVCache, token_ids: Tensor, draw: Draw | None = None) -> Tensor:
-        """Feed one token per row, and draw the next.
+        """Feed one token per row.
 
         Args:
             token_ids: (rows,) int64; of a draw, its own.
+            draw: draws the next token from the logits and asks the host for nothing.
 
         Returns:
             (rows, vocab) float32 logits, until the next step.
@@ -224,9 +199,11 @@ class StaticDecoding:
         cache.check_whole()
         static = self._record is not None or self._compile is not None
         if not static or not cache.fix_shapes(self._room):
-            self._eager += 1
-            if not self._silent:
-                self._explain(cache)
+            self.steps.eager_steps += 1
+            if self._says_why:
+                several, self._says_why = self._record is None, False
+                why = "the model is on several devices" if several else None
+                self._say(cache, why or why_not(cache.policy, "static"))
             return self._run(cache, token_ids, draw)
         if self._forward is None and self._compile is not None:
             self._forward = self._compile(len(token_ids))
@@ -240,21 +217,24 @@ class StaticDecoding:
             return self.feed(cache, token_ids, draw)
         made = counters["stats"]["unique_graphs"] - before
         if made:
-            self._graphs += made
-            self._seconds += time.perf_counter() - start
-        self._compiled += self._forward is not None
+            self.steps.graphs += made
+            self.steps.compile_s += time.perf_counter() - start
+        self.steps.compiled_steps += self._forward is not None
         return logits
 
     def _step(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
         with cache.static_step():
             try:
-                key = _Key(cache.static, cache.static.epoch, len(token_ids), draw)
-                if self._record is not None and key == self._last:
-                    logits = self._replay(cache, key, token_ids)
+                found = cache.static, cache.static.epoch, len(token_ids), draw
+                if found != self._last:
+                    self._last, self._recorded = found, None
+                elif self._recorded is None and self._record is not None:
+                    self._recorded = self._capture(cache, token_ids, draw)
+                if self._recorded is not None:
+                    logits = self._replay(self._recorded, token_ids)
                 else:
-                    self._recorded, self._last = None, key
                     logits = self._run(cache, token_ids, draw)
-                    self._eager += self._forward is None
+                    self.steps.eager_steps += self._forward is None
             except (TorchDynamoException, FailOnRecompileLimitHit):
                 raise  # nothing has run
             except BaseException:
@@ -263,30 +243,28 @@ class StaticDecoding:
         cache.end_forward(token_ids[:, None])
         return logits
 
-    def _replay(self, cache: KVCache, key: _Key, token_ids: Tensor) -> Tensor:
-        assert self._record is not None, "there is a recorder"
-        if self._recorded is None:
-            token = token_ids if key.draw is not None else token_ids.clone()
-            generators = [] if key.draw is None else key.draw.generators
-            states, recording = [each.get_state() for each in generators], self._record()
-            try:
-                logits = recording.record(lambda: self._run(cache, token, key.draw), generators)
-            except Exception as error:  # any: what a device cannot record fails in its own way
-                cache.take_back_step()
-                self._record = None
-                generators[:] = [
-                    _generator_in(state, token.device) for state in states
-                ]  # what has failed may have kept theirs
-                _tell(self._model, cache, str(error).strip() or type(error).__name__)
-                self._eager += self._forward is None
-                return self._run(cache, token_ids, key.draw)
-            self._recorded = _Recorded(key, recording, token, logits)
-        recorded = self._recorded
+    def _capture(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> _Recorded | None:
+        """Record a step, which does not happen yet; None: steps run as they are from now on."""
+        token = token_ids if draw is not None else token_ids.clone()
+        try:
+            if self._record is not None and self._kind(cache) not in _refused:
+                recording, run = self._record(), partial(self._run, cache, token, draw)
+                logits = recording.record(run, [] if draw is None else draw.generators)
+                return _Recorded(recording, token, logits)
+        except Exception as error:  # any: what a device cannot record fails in its own way
+            cache.take_back_step()
+            self._say(cache, str(error).strip() or type(error).__name__)
+            if not isinstance(error, torch.OutOfMemoryError):
+                _refused.add(self._kind(cache))
+        self._record, self._says_why = None, False
+        return None
+
+    def _replay(self, recorded: _Recorded, token_ids: Tensor) -> Tensor:
         if recorded.token is not token_ids:
             recorded.token.copy_(token_ids)
         recorded.recording.replay()
-        self._ran_graphs = True
-        self._replayed += self._forward is None
+        self.steps.cuda_graphs = True
+        self.steps.replayed_steps += self._forward is None
         return recorded.logits
 
     def _run(self, cache: KVCache, token_ids: Tensor, draw: Draw | None) -> Tensor:
@@ -303,35 +281,21 @@ class StaticDecoding:
             draw(logits)
         return logits
 
-    def _explain(self, cache: KVCache) -> None:
-        """Say what no later step will change."""
-        self._silent = True
-        several = self._record is None
-        why = "the model is on several devices" if several else why_not(cache.policy, "static")
-        if why is not None:
-            _tell(self._model, cache, why)
+    def _kind(self, cache: KVCache) -> tuple[str, str]:
+        return str(cache.policy), self._model.config.model_type
 
-    def report(self) -> StepsReport:
-        """Report how steps have run so far."""
-        counts = self._graphs, self._eager, self._compiled, self._seconds
-        return StepsReport(*counts, self._ran_graphs, self._replayed)
-
-
-def _generator_in(state: Tensor, device: torch.device) -> torch.Generator:
-    return torch.Generator(device).set_state(state)
+    def _say(self, cache: KVCache, why: str | None) -> None:
+        """Say once of a policy and a kind of model why its steps are not recorded."""
+        kind = self._kind(cache)
+        if why is not None and kind not in _told:
+            _told.add(kind)
+            logging.getLogger(__name__).warning(
+                "kvtool: steps of `%s` on `%s` run one operation at a time, "
+                "since no CUDA graph could be recorded: %s",
+                *(*kind, why.splitlines()[0][:200]),
+            )
 
 
 _told: set[tuple[str, str]] = set()
-
-
-def _tell(model: PreTrainedModel, cache: KVCache, why: str) -> None:
-    """Say once of a policy and a kind of model why its steps are not recorded."""
-    kind = str(cache.policy), model.config.model_type
-    if kind in _told:
-        return
-    _told.add(kind)
-    logging.getLogger(__name__).warning(
-        "kvtool: steps of `%s` on `%s` run one operation at a time, "
-        "since no CUDA graph could be recorded: %s",
-        *(*kind, why.splitlines()[0][:200]),
-    )
+_refused: set[tuple[str, str]] = set()
+"""What has failed to be recorded: torch keeps the memory that it has taken, so once is enough."""

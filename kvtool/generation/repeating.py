@@ -1,4 +1,8 @@
-"""Have a model repeat its prompt, chunk by chunk, over a cache that holds it whole; then cut it."""
+"""Have a model repeat its prompt, chunk by chunk, over a cache that holds it; then cut it.
+
+A prompt that is read in blocks is repeated and cut after each. The scores of what stays are not
+computed again: each cut leaves what one cut by all scores would leave.
+"""
 
 from __future__ import annotations
 
@@ -87,15 +91,20 @@ def begin_prompt(cache: KVCache, tokenizer: PreTrainedTokenizerBase | None) -> N
 
 
 def repeat_prompt(
-    caches: Sequence[KVCache], rows: Sequence[Sequence[int]], forward: Forward
+    caches: Sequence[KVCache],
+    rows: Sequence[Sequence[int]],
+    forward: Forward,
+    read: Sequence[int] | None = None,
 ) -> None:
-    """Repeat a prompt that caches have just read, once for all, and cut each to its own budget.
+    """Repeat what caches have just read of a prompt, once for all, and cut each to its own budget.
 
-    Where it fits the budget, it is not cut.
+    Where the prompt fits the budget, nothing is repeated or cut.
 
     Args:
-        caches: of one policy, which hold the prompt whole and repeat it in the same words.
-        rows: token ids of each batch entry.
+        caches: of one policy, which hold it whole and repeat it in the same words.
+        rows: token ids of each batch entry, of the prompt.
+        read: tokens of each entry that were repeated with the blocks before; None: none were, and
+            all of the prompt has been read.
         forward: runs the model over a cache and (batch, n) int64 tokens and bool, which of them are
             no padding; None: all.
 
@@ -116,9 +125,13 @@ def repeat_prompt(
     are_cut = [any(start < end for start, end in own) for own in spans]
     cut = list(compress(caches, are_cut))
     of_any = [min(own) for own in zip(*spans, strict=True)]  # where all of it fits, it is empty
-    weights = RepeatedWeights(asked.sinks, of_any) if cut else None
+    lengths = [*map(len, rows)]
+    ends = lengths if read is None else caches[0].tokens_seen()
+    pairs = zip(of_any, read or [0] * len(rows), ends, strict=True)
+    blocks = [_inside(span, *block) for span, *block in pairs]
+    weights = RepeatedWeights(asked.sinks, blocks) if cut else None
     if weights is not None:
-        for chunk, fed in _passes(asked, instructions, rows, of_any):
+        for chunk, fed in _passes(asked, instructions, rows, of_any, blocks):
             weights.begin_chunk(chunk)
             with storing_nothing(cut[0], weights):
                 forward(cut[0], *_padded(fed, cut[0].first_layer.slots.device))
@@ -127,7 +140,7 @@ def repeat_prompt(
     for cache, own, is_cut in zip(caches, spans, are_cut, strict=True):
         part = Repetition.of(cache)  # anew: a rollback leaves a copy of the one before
         if part is not None:
-            part.cut(weights if is_cut else None, own)
+            part.cut(weights if is_cut else None, own, last=ends == lengths)
 
 
 def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int) -> Span:
@@ -143,21 +156,34 @@ def _span(asked: RepetitionAsked, around: Instructions, length: int, budget: int
     return start, end
 
 
+def _inside(span: Span, start: int, end: int) -> Span:
+    """Return the positions of a span that a block has."""
+    low, high = (min(max(place, span[0]), span[1]) for place in (start, end))
+    return low, high
+
+
 def _passes(
     asked: RepetitionAsked,
     instructions: Instructions,
     rows: Sequence[Sequence[int]],
     spans: Sequence[Span],
+    blocks: Sequence[Span],
 ) -> Iterator[tuple[list[Span], list[list[int]]]]:
-    """Yield the chunk of each sequence that is repeated at once, and what is fed for it."""
-    longest = max(end - start for start, end in spans)
+    """Yield the chunk of each sequence that is repeated at once, and what is fed for it.
+
+    Args:
+        spans: what of each sequence is repeated with all its blocks.
+        blocks: what is repeated now.
+    """
+    longest = max(end - start for start, end in blocks)
     for done in range(0, longest, asked.chunk):
         chunks, fed = [], []
-        for row, (begin, end) in zip(rows, spans, strict=True):
-            start = min(begin + done, end)
+        for row, (begin, _), (low, end) in zip(rows, spans, blocks, strict=True):
+            start = min(low + done, end)
             stop = min(start + asked.chunk, end)
             lead = row[max(begin, start - asked.lead) : start]
-            lead_in = [*instructions.later, *lead] if done else [*instructions.first]
+            begun = start > begin
+            lead_in = [*instructions.later, *lead] if begun else [*instructions.first]
             chunks.append((start, stop))
             fed.append([*lead_in, *row[start:stop]] if start < stop else [])
         yield chunks, fed

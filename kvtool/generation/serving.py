@@ -132,11 +132,14 @@ class Running:
         return self.text[:, : self.prompt.ids.shape[1] + len(self.new)]
 
     @property
-    def plain(self) -> bool:
-        """Whether the likeliest tokens are drawn, and only their number and the model end it."""
-        made = self.made
-        by_tokens = all(isinstance(each, ENDS_BY_TOKENS) for each in made.criteria)
-        return by_tokens and not (made.processors or made.settings.do_sample)
+    def greedy(self) -> bool:
+        """Whether the likeliest tokens are drawn."""
+        return not (self.made.processors or self.made.settings.do_sample)
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the text decides neither what is drawn nor where it ends."""
+        return self.greedy and all(isinstance(each, ENDS_BY_TOKENS) for each in self.made.criteria)
 
     def draw(self, logits: Tensor) -> Tensor:
         """Draw the next token from (1, vocab) logits: (1,) int64."""
@@ -199,8 +202,8 @@ def serve(
     settings = drawing_settings(model, 1, drawing.temperature, 0)
     check_drawing(model, tokenizer, settings)
     largest = max((prompt.sequence_bytes for prompt in prompts), default=0)
-    replays = StaticDecoding(model, STEPS, graphs=graphs).replays
-    if replays and memory is not None and memory > _SPARED * largest:
+    steps = StaticDecoding(model, STEPS, graphs=graphs)
+    if steps.replays and memory is not None and memory > _SPARED * largest:
         room = Room(memory - largest, most_sequences)
     waiting, batch = deque(prompts), None
     start = time.perf_counter()
@@ -208,7 +211,7 @@ def serve(
         sizes: list[int] = [] if batch is None else batch.sizes_alone
         coming: list[tuple[Running, KVCache, Tensor]] = []
         begun = time.perf_counter()
-        while waiting and room.takes([[*sizes, waiting[0].sequence_bytes]]):
+        while waiting and room.takes(len(sizes) + 1, [[*sizes, waiting[0].sequence_bytes]]):
             prompt, cache = waiting.popleft(), new_cache()
             sizes.append(prompt.sequence_bytes)
             if batch is not None and memory is not None:
@@ -222,13 +225,11 @@ def serve(
             read = begin(model, tokenizer, prompt, drawing), cache, logits
             if batch is None or not batch.put(*read):
                 coming.append(read)
-        if coming:
-            if batch is None:
-                sequence, cache, logits = coming.pop(0)
-                steps = StaticDecoding(model, STEPS, graphs=graphs)
-                batch = Batch(model, cache, logits, [sequence], steps, lambda _: room.memory)
-            if coming:
-                batch.add(*map(list, zip(*coming, strict=True)))
+        if coming and batch is None:
+            sequence, cache, logits = coming.pop(0)
+            batch = Batch(model, cache, logits, [sequence], steps, lambda _: room.memory)
+        if coming and batch is not None:
+            batch.add(*map(list, zip(*coming, strict=True)))
         assert batch is not None, "there is room for a prompt where none runs"
         if stop_when is not None and stop_when():
             return
@@ -331,26 +332,35 @@ class Batch:
         Where the likeliest tokens are drawn whatever the text is, the host reads them while they
         are fed: a sequence that ends has its last token fed as well.
         """
-        places, logits = self.places, self.logits
-        waits = self.steps.replays and self._remaining(max) > 1
-        if not (waits and all(sequence.plain for sequence in self.sequences)):
-            if places != list(range(len(logits))):
-                logits = logits[torch.tensor(places, device=logits.device)]
-            return step_all(self.model, self.sequences, logits)
-        drawn = logits.argmax(-1)
-        told = Told(torch.stack([drawn, broken_entries(logits).to(drawn.dtype)]))
-        self._feed(drawn)
-        self._fed = True
-        return take_all(self.model, self.sequences, told.read()[:, places])
+        sequences, places, logits = self.sequences, self.places, self.logits
+        ahead = self.steps.replays and self._remaining(max) > 1
+        ahead = ahead and all(sequence.can_wait for sequence in sequences)
+        if not ahead and places != list(range(len(logits))):
+            logits = logits[torch.tensor(places, device=logits.device)]
+        broken = broken_entries(logits)
+        if all(sequence.greedy for sequence in sequences):
+            drawn = logits.argmax(-1)
+        else:
+            rows = logits.masked_fill(broken[:, None], 0.0).split(1)
+            drawn = torch.cat([each.draw(row) for each, row in zip(sequences, rows, strict=True)])
+        numbers = torch.stack([drawn, broken.to(drawn.dtype)])
+        if ahead:
+            told = Told(numbers)
+            self._feed(drawn)
+            self._fed = True
+            numbers = told.read()[:, places]
+        tokens, bad = numbers.tolist()
+        if any(bad):
+            raise explain(self.model, sequences[bad.index(1)].known.to(self.model.device))
+        return [each.take(token) for each, token in zip(sequences, tokens, strict=True)]
 
     def go_on(self, going: Sequence[int], coming: int = 0) -> None:
         """Drop all sequences but these as `keep` does, and read the newest token of each."""
         self.keep(going, coming)
         if not self._fed and going:
-            fed = [0] * len(self.logits)
-            for place, sequence in zip(self.places, self.sequences, strict=True):
-                fed[place] = sequence.new[-1]
-            self._feed(torch.tensor(fed, device=self.model.device))
+            tokens = torch.zeros(len(self.logits), dtype=torch.int64)
+            tokens[self.places] = torch.tensor([each.new[-1] for each in self.sequences])
+            self._feed(tokens.to(self.model.device))
         self._fed = False
 
     def _feed(self, tokens: Tensor) -> None:
@@ -425,20 +435,15 @@ class Room:
                 hint="more memory, a smaller budget, a shorter text or fewer tokens",
             )
 
-    def takes(self, batches: Sequence[Sequence[int]], ended: int = 0) -> bool:
-        """Return whether batches of places of these sizes fit; one alone always does.
-
-        Args:
-            ended: places whose sequences have ended.
-        """
-        count = sum(map(len, batches)) - ended
-        few = self.sequences is None or count <= self.sequences
+    def takes(self, sequences: int, batches: Sequence[Sequence[int]]) -> bool:
+        """Return whether sequences in places of these sizes fit; one alone always does."""
+        few = self.sequences is None or sequences <= self.sequences
         fit = self.memory is None or bytes_of(batches) <= self.memory
-        return count == 1 or (few and fit)
+        return sequences == 1 or (few and fit)
 
 
 def bytes_of(batches: Sequence[Sequence[int]]) -> int:
-    """Return the bytes of batches, each of which is as wide as its largest sequence."""
+    """Return the bytes of batches, each of whose places is as wide as its widest."""
     return sum(max(sizes) * len(sizes) for sizes in batches if sizes)
 
 
@@ -455,28 +460,3 @@ def begin(
     text = longer(prompt.ids.cpu(), ids.shape[1] + prompt.max_new_tokens)
     generator = torch.Generator(model.device).manual_seed(drawing.seed + prompt.index)
     return Running(prompt, made, generator, text)
-
-
-def step_all(model: PreTrainedModel, sequences: Sequence[Running], logits: Tensor) -> list[bool]:
-    """Draw a token for each sequence; which sequences it ends. The host waits for a step once."""
-    broken = broken_entries(logits)
-    if any(sequence.made.processors or sequence.made.settings.do_sample for sequence in sequences):
-        whole = logits.masked_fill(broken[:, None], 0.0)
-        drawn = torch.cat(
-            [sequence.draw(own) for sequence, own in zip(sequences, whole.split(1), strict=True)]
-        )
-    else:
-        drawn = logits.argmax(-1)
-    return take_all(model, sequences, torch.stack([drawn, broken.to(drawn.dtype)]))
-
-
-def take_all(model: PreTrainedModel, sequences: Sequence[Running], drawn: Tensor) -> list[bool]:
-    """Add a token to each sequence; which of them it ends.
-
-    Args:
-        drawn: (2, sequences) int64, the tokens and whether the logits behind them were broken.
-    """
-    tokens, bad = drawn.tolist()
-    if any(bad):
-        raise explain(model, sequences[bad.index(1)].known.to(model.device))
-    return [sequence.take(token) for sequence, token in zip(sequences, tokens, strict=True)]

@@ -12,8 +12,9 @@ channels 2i and 2i + 1; with 4 bits, it holds these of the lower half of the cha
 and of the upper half in high bits.
 
 Codes enter the products unscaled: the scale of a key is applied to its logit, and that of a value
-to its weight. Where groups of channels have scales (int4), a tile has a line for each group, in
-which the query is 0 in other groups' channels.
+to its weight. A key whose scales are not negative is centred: what a query makes of the centre is
+added to its logit. Where groups of channels have scales (int4), a tile has a line for each group,
+in which the query is 0 in other groups' channels.
 """
 
 import functools
@@ -178,6 +179,7 @@ def attend_codes_part_kernel(
     part_top,
     part_total,
     part_seen,
+    constants,
     query_batch,
     query_head,
     key_batch,
@@ -207,6 +209,7 @@ def attend_codes_part_kernel(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
+    CENTRED: tl.constexpr,
 ):
     """Attend to one part of the slots of a head by the queries that share it."""
     own = tl.program_id(0) % key_heads
@@ -222,6 +225,9 @@ def attend_codes_part_kernel(
     value_scales += batch * value_scales_batch + head * value_scales_head
     positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
     query += batch * query_batch + head * share * query_head
+    added = tl.zeros((SHARE_WIDTH,), tl.float32)
+    if CENTRED:
+        added = tl.load(constants + line, mask=real, other=0.0).to(tl.float32)
     dtype: tl.constexpr = query.dtype.element_ty
     HALVES: tl.constexpr = KEY.halves
     ROWS: tl.constexpr = KEY.lines * SHARE_WIDTH
@@ -266,7 +272,11 @@ def attend_codes_part_kernel(
                 products = tl.dot(tiles[2 * half + byte], codes, products, input_precision="ieee")
             products = tl.reshape(products, (KEY.lines, SHARE_WIDTH, KEYS))
             found += tl.sum(products * of_keys[half].to(tl.float32)[:, None, :], 0)
-        found *= scale * KEY.shift
+        found *= KEY.shift
+        if CENTRED:  # the sign of a zero counts, too; lines beyond the groups have none
+            negative = tl.min(of_keys[0].to(tl.int16, bitcast=True).to(tl.int32), 0) < 0
+            found += tl.where(negative[None, :], 0.0, added[:, None])
+        found *= scale
         if CAPPED:
             found = softcap * (1 - 2 / (tl.exp(2 * found / softcap) + 1))  # softcap * tanh
         found = tl.where(stored[None, :], found, float("-inf"))
@@ -290,8 +300,8 @@ def attend_codes_part_kernel(
             scaled = tl.reshape(scaled, (VALUE_ROWS, KEYS)).to(dtype)
             for byte in tl.static_range(2):
                 codes = decode(words, half, byte, VALUE, dtype)
-                added = tl.dot(scaled, codes, input_precision="ieee") * largest
-                updated += (means[2 * half + byte] * shrink + added,)  # type: ignore[assignment]
+                mean = tl.dot(scaled, codes, input_precision="ieee") * largest
+                updated += (means[2 * half + byte] * shrink + mean,)  # type: ignore[assignment]
         means = updated
         places = ahead
 
@@ -327,6 +337,7 @@ def attend_codes(
     sinks: Tensor | None = None,
     valid: Tensor | None = None,
     weights: bool = False,
+    constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend one query per batch entry over quantised slots, and count its weights in place.
 
@@ -339,6 +350,8 @@ def attend_codes(
         sums: some of `COLUMNS` by name, (batch, kv_heads, slots) float32, laid out alike.
         forms: of the codes of keys and of values: int8, fp8 or int4.
         value_dim: channels of a value.
+        constants: (batch, heads) float32, added to the products with centred keys, those whose
+            scales have no sign; None: nothing is.
         scale, softcap, sinks, valid, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
 
     Returns:
@@ -370,6 +383,7 @@ def attend_codes(
             parts.logits,
             parts.mean,
             *parts.numbers,
+            query if constants is None else constants.contiguous(),
             *query.stride()[:2],
             *(stride for tensor in codes for stride in tensor.stride()[:3]),
             *stored.stride()[:2],
@@ -386,6 +400,7 @@ def attend_codes(
             KEYS=tile_edge(query, parts.mean, rows=members * max(each.lines for each in layouts)),
             CAPPED=softcap is not None,
             MASKED=positions is not None,
+            CENTRED=constants is not None,
         )
     return join_parts(
         parts, query.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from kvtool.kernels.tiles import (
     LOG2_E,
-    dense,
     load_tile,
     logits_of,
+    of_head,
     prompt_tiling,
+    strided,
     visible_tile,
     width,
 )
@@ -35,20 +36,7 @@ def attend_rows_kernel(
     out,
     lse,
     seen,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    new_batch,
-    stored_batch,
-    stored_head,
     full_tiles,
-    sinks_batch,
     heads,
     key_share,
     stored_share,
@@ -66,8 +54,6 @@ def attend_rows_kernel(
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     IN_ORDER: tl.constexpr,
-    SINKS: tl.constexpr,
-    COUNTED: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
     """Attend a tile of queries of one head over all keys that they can see."""
@@ -78,13 +64,13 @@ def attend_rows_kernel(
     batch = (own // heads).to(tl.int64)
     rows = first + tl.arange(0, ROWS)
     inside = rows < q_len
-    query += batch * query_batch + head.to(tl.int64) * query_head
-    key += batch * key_batch + (head // key_share).to(tl.int64) * key_head
-    value += batch * value_batch + (head // key_share).to(tl.int64) * value_head
-    key_positions += batch * stored_batch + (head // stored_share).to(tl.int64) * stored_head
+    own_key = of_head(key, batch, head // key_share)
+    own_value = of_head(value, batch, head // key_share)
+    own_positions = of_head(key_positions, batch, head // stored_share)
     lines = (batch * (heads // stored_share) + head // stored_share) * full_tiles
-    tile = load_tile(query, rows, query_row, q_len, DIM, DIM_WIDTH)
-    new = tl.load(query_positions + batch * new_batch + rows, mask=inside, other=-1).to(tl.int32)
+    tile = load_tile(of_head(query, batch, head), rows, query[3], q_len, DIM, DIM_WIDTH)
+    new = query_positions[0] + batch * query_positions[1] + rows
+    new = tl.load(new, mask=inside, other=-1).to(tl.int32)
     oldest = tl.min(tl.where(inside, new, 2147483647), 0)  # -1 where one is padding
     newest = tl.max(new, 0)
 
@@ -98,7 +84,7 @@ def attend_rows_kernel(
         start = tl.maximum(kv_len - q_len + first - window + 1, 0) // KEYS * KEYS
     for low in range(start, stop, KEYS):
         places = low + tl.arange(0, KEYS)
-        keys = load_tile(key, places, key_row, stop, DIM, DIM_WIDTH)
+        keys = load_tile(own_key, places, key[3], stop, DIM, DIM_WIDTH)
         logits = logits_of(tile, keys, scale, softcap, CAPPED) * LOG2_E
         whole = low + KEYS <= stop
         first_of_tile = tl.load(lowest + lines + low // KEYS, mask=whole, other=-1)
@@ -108,13 +94,13 @@ def attend_rows_kernel(
             masked = masked | (first_of_tile <= newest - window)
         if masked:
             there = places < stop
-            stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
+            stored = tl.load(own_positions + places, mask=there, other=-1).to(tl.int32)
             visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
             logits = tl.where(visible, logits, float("-inf"))
-            if COUNTED:
+            if seen is not None:
                 keys_seen += tl.sum(visible.to(tl.float32), 1)
         else:
-            if COUNTED:
+            if seen is not None:
                 keys_seen += KEYS
         top = tl.maximum(highest, tl.max(logits, 1))
         finite = tl.where(top == float("-inf"), 0.0, top)  # nothing visible so far
@@ -122,11 +108,11 @@ def attend_rows_kernel(
         shrink = tl.exp2(highest - finite)
         highest = top
         total = total * shrink + tl.sum(weights, 1)
-        values = load_tile(value, places, value_row, stop, VALUE_DIM, VALUE_WIDTH)
+        values = load_tile(own_value, places, value[3], stop, VALUE_DIM, VALUE_WIDTH)
         mean = mean * shrink[:, None]
         mean = tl.dot(weights.to(values.dtype), values, mean, input_precision="ieee")
-    if SINKS:
-        sink = tl.load(sinks + batch * sinks_batch + head).to(tl.float32) * LOG2_E
+    if sinks is not None:
+        sink = tl.load(sinks[0] + batch * sinks[1] + head).to(tl.float32) * LOG2_E
         top = tl.maximum(highest, sink)
         shrink = tl.exp2(highest - top)
         total = total * shrink + tl.exp2(sink - top)
@@ -141,7 +127,7 @@ def attend_rows_kernel(
         mask=inside[:, None] & (columns < VALUE_DIM)[None, :],
     )
     tl.store(lse + line, (highest + tl.log2(total)) / LOG2_E, mask=inside)
-    if COUNTED:
+    if seen is not None:
         tl.store(seen + line, keys_seen, mask=inside)
 
 
@@ -176,36 +162,24 @@ def attend_rows(
         of each query, its sink included, and the number of keys that it sees (None: not counted),
         (batch, heads, q_len) float32.
     """
-    query, key, value = dense(query), dense(key), dense(value)
     batch, heads, q_len, head_dim = query.shape
     kv_len, value_dim = value.shape[2:]
     out = value.new_empty((batch, heads, q_len, value_dim))
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=query.device)
     seen = torch.empty_like(lse) if counted else None
-    query_positions, key_positions = dense(query_positions), dense(key_positions)
     tiling = prompt_tiling(key, value)
     whole = key_positions[..., : kv_len // tiling.keys * tiling.keys]
     lowest, latest = whole.unflatten(-1, (-1, tiling.keys)).aminmax(dim=-1)
     with torch.cuda.device_of(query):
         attend_rows_kernel[(triton.cdiv(q_len, tiling.rows) * batch * heads,)](
-            query,
-            key,
-            value,
-            query_positions,
-            key_positions,
+            *(strided(each) for each in (query, key, value, query_positions, key_positions)),
             lowest,
             latest,
-            query if sinks is None else sinks,
+            strided(sinks),
             out,
             lse,
-            lse if seen is None else seen,
-            *query.stride()[:3],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            query_positions.stride(0),
-            *key_positions.stride()[:2],
+            seen,
             kv_len // tiling.keys,
-            0 if sinks is None else sinks.stride(0),
             heads,
             heads // key.shape[1],
             heads // key_positions.shape[1],
@@ -223,8 +197,6 @@ def attend_rows(
             CAPPED=softcap is not None,
             WINDOWED=window is not None,
             IN_ORDER=in_order,
-            SINKS=sinks is not None,
-            COUNTED=counted,
             LOG2_E=LOG2_E,
             num_warps=tiling.warps,
             num_stages=tiling.stages,

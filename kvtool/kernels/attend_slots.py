@@ -1,13 +1,9 @@
 """Attention of one query per row over the slots, and what it adds to the statistics beside them.
 
-Two launches. The first splits the slots of a head among programs, so that a cache of a few hundred
-slots keeps a GPU busy at batch 1. Each leaves its logits, their maximum, the sum of exponentials
-and the mean of its values. The second joins the parts, and while it turns logits into weights adds
-them to the running sums of the policy. Nothing is read twice but the logits, which are small beside
-keys and values.
-
-The first launch may also write the token that asks: the program whose part holds its slot uses its
-key and value from registers, and stores them.
+The first of two launches splits the slots of a head among programs, so that a cache of a few
+hundred slots keeps a GPU busy at batch 1. It may also write the token that asks: the program whose
+part holds its slot uses its key and value from registers, and stores them. `join_parts` is the
+second launch. Only logits are read twice, which are small beside keys and values.
 """
 
 from typing import Any, NamedTuple
@@ -20,15 +16,15 @@ from torch import Tensor
 from kvtool.kernels.choose_slot import Choice, choose_by_values
 from kvtool.kernels.join_parts import allocate_parts, join_parts
 from kvtool.kernels.tiles import (
-    dense,
+    lay_out_sums,
     load_tile,
     logits_of,
+    of_head,
     softmax_step,
-    store_part,
+    strided,
     tile_edge,
     width,
 )
-from kvtool.maths.columns import COLUMNS
 
 
 @triton.jit(do_not_specialize=["capacity", "slots", "split"])
@@ -38,27 +34,17 @@ def attend_part_kernel(
     value,
     positions,
     chosen,
-    new,
+    new_key,
+    new_value,
+    place,
+    slot,
     columns,
+    sums_strides,
     logits,
     part_mean,
     part_top,
     part_total,
     part_seen,
-    query_batch,
-    query_head,
-    key_batch,
-    key_head,
-    key_row,
-    value_batch,
-    value_head,
-    value_row,
-    stored_batch,
-    stored_head,
-    chosen_batch,
-    chosen_head,
-    new_strides,
-    sums_strides,
     lists,
     share,
     key_share,
@@ -76,7 +62,6 @@ def attend_part_kernel(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
-    CHOSEN: tl.constexpr,
     APPENDS: tl.constexpr,
 ):
     """Attend to one part of a list of slots by the queries that share the list.
@@ -86,37 +71,33 @@ def attend_part_kernel(
     own = tl.program_id(0) % lists
     batch = (tl.program_id(0) // lists).to(tl.int64)
     part, parts = tl.program_id(1), tl.num_programs(1)
-    members = tl.arange(0, SHARE_WIDTH)
-    heads = own * share + members
-    line = batch * lists * share + heads
-    key += batch * key_batch + (own * share // key_share).to(tl.int64) * key_head
-    value += batch * value_batch + (own * share // key_share).to(tl.int64) * value_head
-    chosen += batch * chosen_batch + own.to(tl.int64) * chosen_head
-    query += batch * query_batch + own.to(tl.int64) * share * query_head
-    tile = load_tile(query, members, query_head, share, DIM, DIM_WIDTH)
-    positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
+    members, channels = tl.arange(0, SHARE_WIDTH), tl.arange(0, DIM_WIDTH)
+    value_channels = tl.arange(0, VALUE_WIDTH)
+    line = batch * lists * share + own * share + members
+    tile = load_tile(of_head(query, batch, own * share), members, query[2], share, DIM, DIM_WIDTH)
+    keys_of_head = of_head(key, batch, own * share // key_share)
+    values_of_head = of_head(value, batch, own * share // key_share)
+    if positions is not None:
+        held_of_head = of_head(positions, batch, own * share // stored_share)
 
     stop = tl.minimum((part + 1) * split, slots)
-    if new is not None:
-        slot = tl.load(new[3] + batch * lists + own)
-        position = tl.load(new[2] + batch * new_strides[4]).to(tl.int32)
-        head = own.to(tl.int64)
-        key_line = batch * new_strides[0] + head * new_strides[1]
-        value_line = batch * new_strides[2] + head * new_strides[3]
-        channels, value_channels = tl.arange(0, DIM_WIDTH), tl.arange(0, VALUE_WIDTH)
+    if slot is not None:
+        at = tl.load(slot + batch * lists + own)
         inside, value_inside = channels < DIM, value_channels < VALUE_DIM
-        own_key = tl.load(new[0] + key_line + channels, mask=inside, other=0.0)
-        own_value = tl.load(new[1] + value_line + value_channels, mask=value_inside, other=0.0)
-        if (slot >= part * split) & (slot < stop):
-            tl.store(key + slot * key_row + channels, own_key, mask=inside)
-            tl.store(value + slot * value_row + value_channels, own_value, mask=value_inside)
-            tl.store(positions + slot, position)
-            line_of_sums = batch * sums_strides[0] + head * sums_strides[1] + slot
+        own_key = tl.load(of_head(new_key, batch, own) + channels, mask=inside, other=0.0)
+        own_value = of_head(new_value, batch, own) + value_channels
+        own_value = tl.load(own_value, mask=value_inside, other=0.0)
+        position = tl.load(place[0] + batch * place[1]).to(tl.int32)
+        if (at >= part * split) & (at < stop):
+            tl.store(keys_of_head + at * key[3] + channels, own_key, mask=inside)
+            tl.store(values_of_head + at * value[3] + value_channels, own_value, mask=value_inside)
+            tl.store(held_of_head + at, position)
+            sums_line = batch * sums_strides[0] + own.to(tl.int64) * sums_strides[1] + at
             for i in tl.static_range(len(columns)):
                 if columns[i] is not None:
-                    tl.store(columns[i] + line_of_sums, 0.0)
+                    tl.store(columns[i] + sums_line, 0.0)
         if APPENDS and logits is None:
-            stop = tl.minimum(stop, slot.to(tl.int32) + 1)  # slots behind the new one are empty
+            stop = tl.minimum(stop, at.to(tl.int32) + 1)  # slots behind the new one are empty
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
     total = tl.zeros((SHARE_WIDTH,), tl.float32)
@@ -126,19 +107,19 @@ def attend_part_kernel(
         places = low + tl.arange(0, KEYS)
         stored = places < stop
         if MASKED:
-            held = tl.load(positions + places, mask=stored, other=-1)
-            if new is not None:
-                held = tl.where(stored & (places == slot), position, held)
+            held = tl.load(held_of_head + places, mask=stored, other=-1)
+            if slot is not None:
+                held = tl.where(stored & (places == at), position, held)
             stored = stored & (held >= 0)
         if APPENDS:
-            stored = stored & (places <= slot)
-        rows = places
-        if CHOSEN:
-            rows = tl.load(chosen + places, mask=places < stop, other=capacity)
-        limit = capacity if CHOSEN else stop
-        keys = load_tile(key, rows, key_row, limit, DIM, DIM_WIDTH)
-        if new is not None:
-            keys = tl.where((places == slot)[:, None], own_key[None, :], keys)
+            stored = stored & (places <= at)
+        rows, limit = places, stop
+        if chosen is not None:
+            rows = of_head(chosen, batch, own) + places
+            rows, limit = tl.load(rows, mask=places < stop, other=capacity), capacity
+        keys = load_tile(keys_of_head, rows, key[3], limit, DIM, DIM_WIDTH)
+        if slot is not None:
+            keys = tl.where((places == at)[:, None], own_key[None, :], keys)
         found = logits_of(tile, keys, scale, softcap, CAPPED)
         found = tl.where(stored[None, :], found, float("-inf"))
         if logits is not None:
@@ -149,27 +130,21 @@ def attend_part_kernel(
             )
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
-        values = load_tile(value, rows, value_row, limit, VALUE_DIM, VALUE_WIDTH)
-        if new is not None:
-            values = tl.where((places == slot)[:, None], own_value[None, :], values)
+        values = load_tile(values_of_head, rows, value[3], limit, VALUE_DIM, VALUE_WIDTH)
+        if slot is not None:
+            values = tl.where((places == at)[:, None], own_value[None, :], values)
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
-    store_part(
-        part_mean,
-        part_top,
-        part_total,
-        part_seen,
-        line * parts + part,
-        members < share,
-        tl.arange(0, VALUE_WIDTH),
+    real, line = members < share, line * parts + part
+    tl.store(
+        part_mean + line[:, None] * VALUE_DIM + value_channels[None, :],
         mean,
-        highest,
-        total,
-        seen,
-        VALUE_DIM,
-        VALUE_WIDTH,
+        mask=real[:, None] & (value_channels < VALUE_DIM)[None, :],
     )
+    tl.store(part_top + line, highest, mask=real)
+    tl.store(part_total + line, total, mask=real)
+    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 class NewToken(NamedTuple):
@@ -223,51 +198,34 @@ def attend_slots(
             `positions` are by place in these lists, -1 = nothing is read, and the sums and the
             weights have `count` in place of slots.
         masked: whether some of the slots may be empty, where `positions` are given.
-        new: the token that asks, to be written before; then positions are given, and its place says
-            where a row is padding.
+        new: the token that asks, to be written before; its place says where a row is padding.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
         slots) float32, 0 in rows of padding; None if they are not asked for.
     """
-    query, key, value = dense(query[:, :, 0]), dense(key), dense(value)
+    query = query[:, :, 0]
     batch, heads, head_dim = query.shape
     key_heads, capacity, value_dim = value.shape[1:]
-    lists = key_heads if chosen is None else chosen.shape[1]
-    slots = capacity if chosen is None else chosen.shape[2]
+    lists, slots = (key_heads, capacity) if chosen is None else chosen.shape[1:]
     share = heads // lists
     parts = allocate_parts(query, slots, value_dim, counted=bool(sums) or weights)
-    stored = query if positions is None else dense(positions)
-    listed = query if chosen is None else dense(chosen)
-    written: tuple[Tensor, ...] | None = None
-    new_strides: tuple[int, ...] = (0,) * 5
+    written: tuple[Any, ...] = (None,) * 4
     if new is not None:
-        written = dense(new.key), dense(new.value), new.place, new.slot
-        own = (tensor.stride() for tensor in written[:2])
-        new_strides = *(n for stride in own for n in stride[:2]), int(len(new.place) > 1)
+        stride = new.place.stride(0) if len(new.place) > 1 else 0
+        written = strided(new.key), strided(new.value), (new.place, stride), new.slot
     with torch.cuda.device_of(query):
         attend_part_kernel[(batch * lists, parts.count)](
-            query,
-            key,
-            value,
-            stored,
-            listed,
-            written,
-            tuple(sums.get(name) for name in COLUMNS),
+            *(strided(each) for each in (query, key, value, positions, chosen)),
+            *written,
+            *lay_out_sums(sums),
             parts.logits,
             parts.mean,
             *parts.numbers,
-            *query.stride()[:2],
-            *key.stride()[:3],
-            *value.stride()[:3],
-            *stored.stride()[:2],
-            *listed.stride()[:2],
-            new_strides,
-            next((total.stride()[:2] for total in sums.values()), (0, 0)),
             lists,
             share,
             heads // key_heads,
-            heads // stored.shape[1],
+            heads if positions is None else heads // positions.shape[1],
             capacity,
             slots,
             parts.split,
@@ -281,13 +239,12 @@ def attend_slots(
             KEYS=tile_edge(key, value, rows=width(share)),
             CAPPED=softcap is not None,
             MASKED=positions is not None and masked,
-            CHOSEN=chosen is not None,
             APPENDS=new is not None and new.appends,
         )
     how: dict[str, Any] = {"sinks": sinks, "valid": valid, "weights": weights}
     choice = None
     if new is not None:
-        choice, how["valid"] = new.choice, new.place if masked else None
+        choice, how["valid"] = new.choice, new.place.contiguous() if masked else None
         if choice is not None and not choice.by_values:
             how |= {"choice": choice, "positions": positions, "slot": new.slot}
         elif new.appends:

@@ -7,7 +7,6 @@ all that decides which machine code runs.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
-from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes
+from kvtool.maths.quantise import fp8_codes, int4_codes, int8_codes, with_signs
 
 
 class Family(str, Enum):
@@ -74,10 +73,11 @@ def comparisons(kind: Kind) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Compute a small random problem by the kernels of a kind, and by plain torch on the CPU.
 
     Yields:
-        The name of a result, what the kernels found and what was expected, both float32 on the CPU.
+        The name of a result, what the kernels found and what was expected, on the CPU: float32, or
+        integers, which are to be equal.
     """
     for name, (found, expected) in _CHECKS[kind.family](_Draw(kind)):
-        yield name, found.to("cpu", torch.float32), expected
+        yield name, found.to("cpu", expected.dtype), expected
 
 
 class _Draw:
@@ -95,17 +95,12 @@ class _Draw:
         """Draw an order of the places on the last axis."""
         return torch.rand(shape, generator=self._generator, dtype=torch.float32).argsort(-1)
 
-    def shown(self, tensor: Tensor | None) -> Any:
-        """Copy to the device what there is; of floats, all but scales in the model's dtype."""
-        if tensor is None:
-            return None
+    def shown(self, tensor: Any) -> Any:
+        """Copy a tensor to the device; of floats, all but scales in the model's dtype."""
+        if not isinstance(tensor, Tensor):
+            return tensor
         floats = tensor.dtype == torch.float32
         return tensor.to(self.kind.device, self.kind.dtype if floats else tensor.dtype, copy=True)
-
-    def shown_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Copy to the device those of some options that are tensors."""
-        tensors = {name: each for name, each in options.items() if isinstance(each, Tensor)}
-        return options | {name: self.shown(each) for name, each in tensors.items()}
 
     def sums(self, slots: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Draw running sums that are not zero, on the device and here."""
@@ -191,54 +186,55 @@ def _check_slots(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     from kvtool.kernels.attend_slots import attend_slots
 
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
-    key, value = draw.pairs(_STORED)
-    sinks = draw.sinks()
-    slots = (query, key, value)
-    sums, plain = draw.sums(_STORED)
-    yield from _pairs(draw, attend_slots, reference.attend_slots, slots, sinks, (sums, plain))
+    slots, sinks = (query, *draw.pairs(_STORED)), draw.sinks()
+    yield from _pairs(draw, attend_slots, reference.attend_slots, (*slots, draw.stored()), sinks)
     chosen = draw.order(_ROWS, _HEADS, _STORED)[..., :90]
     for places in (None, chosen.masked_fill(chosen < _STORED // 4, -1)):
-        given: Any = (*slots, places, {})
-        options = {**draw.options, "sinks": sinks, "chosen": chosen}
-        shown: Any = (*map(draw.shown, given[:-1]), {})
-        out, _ = attend_slots(*shown, **draw.shown_options(options))
-        yield "output", (out, reference.attend_slots(*given, **options)[0])
-
-    yield from _check_token(draw, query, sinks)
+        how: dict[str, Any] = {"chosen": chosen, "names": ()}
+        given = *slots, places
+        yield from _pairs(draw, attend_slots, reference.attend_slots, given, sinks, **how)
+    yield from _check_token(draw, *slots, sinks)
 
 
-def _check_token(draw: _Draw, query: Tensor, sinks: Tensor | None) -> Iterator[tuple[str, Pair]]:
+def _check_token(
+    draw: _Draw, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None
+) -> Iterator[tuple[str, Pair]]:
     """Write and attend a token: behind others, or in place of one, and then choose the next."""
     from kvtool.kernels.decode_token import decode_token
 
-    positions, next_slot = draw.stored().int(), draw.order(_ROWS, _HEADS, _STORED)[..., 0]
-    new, place = [*draw.pairs(1), torch.tensor([3 * _STORED, -1])], torch.tensor([3 * _STORED] * 2)
-    names = ("output", "weights", "key", "value", "positions", "slot", *COLUMNS)
+    new, place = draw.pairs(1), torch.tensor([3 * _STORED, -1])
+    stored = draw.stored().int()
+    evicted, newest = stored.argsort(-1)[..., -2:, None].unbind(2)
     for score, by_values in (("", False), ("attention_sum", False), ("attention_sum", True)):
-        results = []
-        columns = [number + 100 for number in draw.sums(_STORED)[1].values()]
-        columns[0][..., ::7] = 0  # which is far below the others
-        behind = torch.arange(_STORED) >= (_STORED if score else next_slot[..., None])
-        slots = [*draw.pairs(_STORED), positions.masked_fill(behind, -1), next_slot]
-        for shown, run in ((draw.shown, decode_token), (torch.clone, reference.decode_token)):
-            buffers = [shown(each) for each in slots]
-            sums = [each.to(buffers[0].device, copy=True) for each in columns]
-            asked = shown(query), buffers, sums, [shown(each) for each in new]
-            found = run(
-                *asked,
-                None if sinks is None else shown(sinks),
-                shown(place),
-                names=" ".join(COLUMNS),
-                used=_STORED,
-                masked=True,
-                weights=True,
-                appends=not score,
-                score=score,
-                by_values=by_values,
-                limits=[_STORED, 4, _STORED // 4],
-                **draw.options,
-            )
-            results.append((*found, *buffers, *sums))
+        at = newest if score else torch.full_like(newest, _STORED * 2 // 3)
+        positions = stored if score else stored.masked_fill(torch.arange(_STORED) >= at, -1)
+        held = key, value, positions, at[..., 0]
+        columns = [each + 100 for each in draw.sums(_STORED)[1].values()]
+        columns[0].scatter_(2, evicted, 0.0)  # far below the others
+        buffers = [draw.shown(each) for each in held]
+        sums = [each.to(draw.kind.device, copy=True) for each in columns]
+        found = decode_token(
+            *(draw.shown(query), buffers, sums, [draw.shown(each) for each in (*new, place)]),
+            *(draw.shown(sinks), draw.shown(torch.tensor([3 * _STORED] * 2))),
+            names=" ".join(COLUMNS),
+            used=_STORED,
+            masked=True,
+            weights=True,
+            appends=not score,
+            score=score,
+            by_values=by_values,
+            limits=[_STORED, 4, _STORED // 4],
+            **draw.options,
+        )
+        pairs = zip(held, new, strict=False)
+        keys, values = (each.scatter(2, at[..., None].expand_as(n), n) for each, n in pairs)
+        positions = positions.scatter(2, at, place.int()[:, None, None].expand_as(at))
+        plain = {n: c.scatter(2, at, 0.0) for n, c in zip(COLUMNS, columns, strict=True)}
+        how = draw.options | {"sinks": sinks, "valid": place >= 0, "weights": True}
+        expected = reference.attend_slots(query, keys, values, positions, plain, **how)
+        written = keys, values, positions, evicted[..., 0] if score else at[..., 0] + 1
+        names = ("output", "weights", "key", "value", "positions", "slot", *COLUMNS)
+        results = (*found, *buffers, *sums), (*expected, *written, *plain.values())
         yield from zip(names, zip(*results, strict=True), strict=True)
 
 
@@ -249,27 +245,30 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     query = draw.normal(_ROWS, _HEADS * draw.kind.group, 1, draw.kind.head_dim)
     pairs = zip(forms, draw.pairs(_STORED), strict=True)
     key, value = (QUANTISED[form](each) for form, each in pairs)
-    form: Any = {"forms": forms, "value_dim": draw.kind.value_dim}
-    kernel, plain = partial(attend_codes, **form), partial(reference.attend_codes, **form)
-    slots = (query, *key, *value)
-    yield from _pairs(draw, kernel, plain, slots, draw.sinks(), draw.sums(_STORED))
+    key = key[0], with_signs(key[1], draw.normal(_ROWS, _HEADS, _STORED, 1) > 0)
+    constants = draw.normal(_ROWS, _HEADS * draw.kind.group)
+    given = query, *key, *value, draw.stored()
+    how: dict[str, Any] = {"forms": forms, "value_dim": draw.kind.value_dim, "constants": constants}
+    yield from _pairs(draw, attend_codes, reference.attend_codes, given, draw.sinks(), **how)
 
 
 def _pairs(
     draw: _Draw,
     kernel: Callable[..., Any],
     plain: Callable[..., Any],
-    slots: Sequence[Tensor],
+    given: Sequence[Tensor | None],
     sinks: Tensor | None,
-    sums: tuple[dict[str, Tensor], dict[str, Tensor]],
+    names: Sequence[str] = COLUMNS,
+    **how: Any,
 ) -> Iterator[tuple[str, Pair]]:
     """Attend to slots, some of them empty, by a kernel and by its reference."""
-    options = {**draw.options, "sinks": sinks, "valid": torch.arange(_ROWS) > 0, "weights": True}
-    given = (*slots, draw.stored())
-    found = kernel(*map(draw.shown, given), sums[0], **draw.shown_options(options))
-    expected = plain(*given, sums[1], **options)
+    how |= draw.options | {"sinks": sinks, "valid": torch.arange(_ROWS) > 0, "weights": True}
+    sums, expected_sums = ({n: each[n] for n in names} for each in draw.sums(_STORED))
+    shown = {name: draw.shown(each) for name, each in how.items()}
+    found = kernel(*map(draw.shown, given), sums, **shown)
+    expected = plain(*given, expected_sums, **how)
     yield from zip(("output", "weights"), zip(found, expected, strict=True), strict=True)
-    yield from ((name, (sums[0][name], sums[1][name])) for name in COLUMNS)
+    yield from ((name, (sums[name], expected_sums[name])) for name in names)
 
 
 def _check_pages(draw: _Draw) -> Iterator[tuple[str, Pair]]:

@@ -11,28 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.tiles import load_tile, width
+from kvtool.kernels.tiles import of_head, strided
 
-_VALUES = 8192  # numbers of a tile of values
+_CHANNELS = 16  # of all slots that are read at a time
 
 
 class Choice(NamedTuple):
     """How the slot that the next token takes follows from numbers.
 
     Attributes:
+        seen: (batch or 1,) int64, tokens so far with the running one.
         score: what ranks slots: one of `COLUMNS`, or `position`.
         by_values: whether the score is weighed by the values, as CAOTE does.
         recent, first: newest and first tokens that stay.
         budget: slots that a head may keep.
-        seen: (batch or 1,) int64, tokens so far with the running one.
     """
 
+    seen: Tensor
     score: str
     by_values: bool
     recent: int
     first: int
     budget: int
-    seen: Tensor
 
     def numbers(self) -> tuple[Tensor | int, ...]:
         """Lay it out for a kernel."""
@@ -41,52 +41,21 @@ class Choice(NamedTuple):
 
 
 @triton.jit
-def load_choice(numbers, batch, positions, slots, KEYS: tl.constexpr, PADDED: tl.constexpr):
-    """Find the first position of the recent window, how many slots are held, and the budget."""
-    start = tl.load(numbers[0] + batch * numbers[1]).to(tl.int32) - numbers[2]
-    count = slots
-    if PADDED:
-        held = tl.zeros((KEYS,), tl.int32)
-        for low in range(0, slots, KEYS):
-            places = low + tl.arange(0, KEYS)
-            held += (tl.load(positions + places, mask=places < slots, other=-1) >= 0).to(tl.int32)
-        count = tl.sum(held, 0)
-    return start, count
-
-
-@triton.jit
-def no_slot():
-    """Return what every slot is better than: a score, a position and a place."""
-    best = tl.full((), float("inf"), tl.float32)
-    return best, tl.full((), -6, tl.int32), tl.full((), 0, tl.int32)
-
-
-@triton.jit
-def lowest_slot(
-    score, held, places, there, start, first, over, best, newest, slot, PADDED: tl.constexpr
-):
-    """Find the slot to evict, of a tile and the best before, as `kvtool.maths.selection.lowest`."""
-    protected = (held >= start) | (held < first)
+def lowest_slot(score, held, there, choice, batch, PADDED: tl.constexpr):
+    """Find the slot to evict, of all slots of a head, as `kvtool.maths.selection.lowest` does."""
+    start = tl.load(choice[0] + batch * choice[1]).to(tl.int32) - choice[2]
+    protected = (held >= start) | (held < choice[3])
     if PADDED:  # a row below its budget takes an empty slot, one above it none
         empty = held < 0
+        over = tl.sum((held >= 0).to(tl.int32), 0) > choice[4]
         protected = (protected | empty) & over
         score = tl.where(empty & ~protected, float("-inf"), score)
     score = tl.where(protected | ~there, float("inf"), score)
     held = tl.where(there, tl.where(protected, -3, held), -4)
-    least = tl.min(score, 0)
-    last = tl.max(tl.where(score == least, held, -5), 0)
-    found = tl.min(tl.where((score == least) & (held == last), places, 2147483647), 0)
-    better = (least < best) | ((least == best) & (last > newest))
-    best = tl.where(better, least, best)
-    return best, tl.where(better, last, newest), tl.where(better, found, slot)
-
-
-@triton.jit
-def load_share(scores, positions, places, slots, total, equal):
-    """Load positions of slots, and their shares of all scores."""
-    held = tl.load(positions + places, mask=places < slots, other=-1)
-    share = tl.load(scores + places, mask=held >= 0, other=0.0)
-    return held, tl.where(held >= 0, tl.where(total > 0, share / total, equal), 0.0)
+    least = score == tl.min(score, 0)
+    last = tl.max(tl.where(least, held, -5), 0)
+    places = tl.arange(0, score.shape[0])
+    return tl.min(tl.where(least & (held == last), places, 2147483647), 0).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -95,48 +64,39 @@ def choose_by_values_kernel(
     value,
     positions,
     next_slot,
-    numbers,
-    strides,
+    choice,
     heads,
     slots,
     VALUE_DIM: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    SLOTS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
     """Choose the slot of one head whose loss moves the output least: `policies.rescore.caote`."""
-    own = (tl.program_id(0) % heads).to(tl.int64)
+    own = tl.program_id(0) % heads
     batch = (tl.program_id(0) // heads).to(tl.int64)
-    scores += batch * strides[0] + own * strides[1]
-    positions += batch * strides[2] + own * strides[3]
-    value += batch * strides[4] + own * strides[5]
-    start, count = load_choice(numbers, batch, positions, slots, KEYS, PADDED)
-
-    total = tl.zeros((KEYS,), tl.float32)
-    for low in range(0, slots, KEYS):
-        places = low + tl.arange(0, KEYS)
-        total += load_share(scores, positions, places, slots, 1.0, 0.0)[1]
-    total, equal = tl.sum(total, 0), 1.0 / count
-    mean = tl.zeros((VALUE_WIDTH,), tl.float32)
-    for low in range(0, slots, KEYS):
-        places = low + tl.arange(0, KEYS)
-        held, share = load_share(scores, positions, places, slots, total, equal)
-        values = load_tile(value, places, strides[6], slots, VALUE_DIM, VALUE_WIDTH)
-        mean += tl.sum(values.to(tl.float32) * share[:, None], 0)
-    best, newest, slot = no_slot()
-    for low in range(0, slots, KEYS):
-        places = low + tl.arange(0, KEYS)
-        held, share = load_share(scores, positions, places, slots, total, equal)
-        values = load_tile(value, places, strides[6], slots, VALUE_DIM, VALUE_WIDTH)
-        apart = values.to(tl.float32) - mean[None, :]
-        apart = tl.where((tl.arange(0, VALUE_WIDTH) < VALUE_DIM)[None, :], apart, 0.0)
-        score = share / tl.maximum(1 - share, 1e-6) * tl.sqrt(tl.sum(apart * apart, 1))
-        score = tl.where(1 - share < 1e-6, float("inf"), score)
-        there, over = places < slots, count > numbers[4]
-        best, newest, slot = lowest_slot(
-            score, held, places, there, start, numbers[3], over, best, newest, slot, PADDED
-        )
-    tl.store(next_slot + batch * heads + own, slot.to(tl.int64))
+    places = tl.arange(0, SLOTS)
+    there = places < slots
+    held = tl.load(of_head(positions, batch, own) + places, mask=there, other=-1)
+    share = tl.load(of_head(scores, batch, own) + places, mask=held >= 0, other=0.0)
+    total, count = tl.sum(share, 0), tl.sum((held >= 0).to(tl.float32), 0)
+    share = tl.where(held >= 0, tl.where(total > 0, share / total, 1.0 / count), 0.0)
+    distance = tl.zeros((SLOTS,), tl.float32)
+    for low in range(0, VALUE_DIM, CHANNELS):
+        channels = low + tl.arange(0, CHANNELS)
+        values = tl.load(
+            of_head(value, batch, own)
+            + places.to(tl.int64)[:, None] * value[3]
+            + channels[None, :],
+            mask=there[:, None] & (channels < VALUE_DIM)[None, :],
+            other=0.0,
+        ).to(tl.float32)
+        apart = values - tl.sum(values * share[:, None], 0)[None, :]
+        distance += tl.sum(apart * apart, 1)
+    score = share / tl.maximum(1 - share, 1e-6) * tl.sqrt(distance)
+    score = tl.where(1 - share < 1e-6, float("inf"), score)
+    slot = lowest_slot(score, held, there, choice, batch, PADDED)
+    tl.store(next_slot + batch * heads + own, slot)
 
 
 def choose_by_values(
@@ -152,13 +112,14 @@ def choose_by_values(
         padded: whether batch entries hold different counts.
     """
     batch, heads, slots, value_dim = value.shape
-    strides = *scores.stride()[:2], *positions.stride()[:2], *value.stride()[:3]
     with torch.cuda.device_of(value):
         choose_by_values_kernel[(batch * heads,)](
-            *(scores, value, positions, slot, choice.numbers(), strides, heads, slots),
+            *(strided(scores), strided(value), strided(positions), slot, choice.numbers()),
+            heads,
+            slots,
             VALUE_DIM=value_dim,
-            VALUE_WIDTH=width(value_dim),
-            KEYS=_VALUES // width(value_dim),
+            CHANNELS=_CHANNELS,
+            SLOTS=triton.next_power_of_2(slots),
             PADDED=padded,
             num_warps=8,
         )

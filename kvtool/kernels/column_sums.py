@@ -13,14 +13,16 @@ from torch import Tensor
 from kvtool.kernels.tiles import (
     LOG2_E,
     add_to,
-    dense,
+    lay_out_sums,
     load_tile,
     logits_of,
+    of_head,
+    strided,
     tile_edge,
     visible_tile,
     width,
 )
-from kvtool.maths.columns import COLUMNS, NEARLY_ONE
+from kvtool.maths.columns import NEARLY_ONE
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_len", "window"])
@@ -31,21 +33,8 @@ def column_sums_kernel(
     key_positions,
     lse,
     seen,
-    attention_sum,
-    square_sum,
-    count,
-    above_average,
-    query_batch,
-    query_head,
-    query_row,
-    key_batch,
-    key_head,
-    key_row,
-    new_batch,
-    stored_batch,
-    stored_head,
-    sums_batch,
-    sums_head,
+    columns,
+    sums_strides,
     sums_heads,
     group,
     key_share,
@@ -61,10 +50,6 @@ def column_sums_kernel(
     KEYS: tl.constexpr,
     CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
-    ATTENTION_SUM: tl.constexpr,
-    SQUARE_SUM: tl.constexpr,
-    COUNT: tl.constexpr,
-    ABOVE_AVERAGE: tl.constexpr,
     LEAST: tl.constexpr,
     ONE_KEY_HEAD: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -77,14 +62,12 @@ def column_sums_kernel(
     heads = sums_heads * group
     places = low + tl.arange(0, KEYS)
     there = places < kv_len
-    key_positions += batch * stored_batch + (own * group // stored_share).to(tl.int64) * stored_head
-    stored = tl.load(key_positions + places, mask=there, other=-1).to(tl.int32)
+    stored = of_head(key_positions, batch, own * group // stored_share) + places
+    stored = tl.load(stored, mask=there, other=-1).to(tl.int32)
 
     if ONE_KEY_HEAD:
-        shared = (own * group // key_share).to(tl.int64)
-        keys = load_tile(
-            key + batch * key_batch + shared * key_head, places, key_row, kv_len, DIM, DIM_WIDTH
-        )
+        shared = of_head(key, batch, own * group // key_share)
+        keys = load_tile(shared, places, key[3], kv_len, DIM, DIM_WIDTH)
     sums = tl.zeros((KEYS,), tl.float32)
     squares = tl.zeros((KEYS,), tl.float32)
     counted = tl.zeros((KEYS,), tl.float32)
@@ -93,44 +76,40 @@ def column_sums_kernel(
     for first in range(earliest, q_len, ROWS):
         rows = first + tl.arange(0, ROWS)
         inside = rows < q_len
-        new = tl.load(query_positions + batch * new_batch + rows, mask=inside, other=-1)
-        new = new.to(tl.int32)
+        new = query_positions[0] + batch * query_positions[1] + rows
+        new = tl.load(new, mask=inside, other=-1).to(tl.int32)
         visible = visible_tile(new, stored, window, WINDOWED)
         visible = visible & (new >= 0)[:, None] & there[None, :]
         mean = tl.zeros((ROWS, KEYS), tl.float32)
         for member in range(group):
             head = own * group + member
             line = (batch * heads + head) * q_len + rows
-            own_query = query + batch * query_batch + head.to(tl.int64) * query_head
-            tile = load_tile(own_query, rows, query_row, q_len, DIM, DIM_WIDTH)
+            own_query = of_head(query, batch, head)
+            tile = load_tile(own_query, rows, query[3], q_len, DIM, DIM_WIDTH)
             if not ONE_KEY_HEAD:
-                own_key = key + batch * key_batch + (head // key_share).to(tl.int64) * key_head
-                keys = load_tile(own_key, places, key_row, kv_len, DIM, DIM_WIDTH)
+                own_key = of_head(key, batch, head // key_share)
+                keys = load_tile(own_key, places, key[3], kv_len, DIM, DIM_WIDTH)
             logits = logits_of(tile, keys, scale, softcap, CAPPED)
             norm = tl.load(lse + line, mask=inside, other=0.0)
             exponent = (logits - norm[:, None]) * LOG2_E
             mean += tl.exp2(tl.where(visible, exponent, float("-inf")))
         mean = mean / group
-        if ATTENTION_SUM:
+        if columns[0] is not None:
             sums += tl.sum(mean, 0)
-        if SQUARE_SUM:
+        if columns[1] is not None:
             squares += tl.sum(mean * mean, 0)
-        if COUNT:
+        if columns[2] is not None:
             counted += tl.sum(visible.to(tl.float32), 0)
-        if ABOVE_AVERAGE:
+        if columns[3] is not None:
             line = (batch * heads + own * group) * q_len + rows
             keys_seen = tl.load(seen + line, mask=inside, other=0.0)
             above += tl.sum((mean * keys_seen[:, None] >= LEAST).to(tl.float32), 0)
 
-    line = batch * sums_batch + own.to(tl.int64) * sums_head + places
-    if ATTENTION_SUM:
-        add_to(attention_sum, line, sums, there)
-    if SQUARE_SUM:
-        add_to(square_sum, line, squares, there)
-    if COUNT:
-        add_to(count, line, counted, there)
-    if ABOVE_AVERAGE:
-        add_to(above_average, line, above, there)
+    line = batch * sums_strides[0] + own.to(tl.int64) * sums_strides[1] + places
+    added = (sums, squares, counted, above)
+    for i in tl.static_range(4):
+        if columns[i] is not None:
+            add_to(columns[i], line, added[i], there)
 
 
 def column_sums(
@@ -154,27 +133,16 @@ def column_sums(
         sums: some of `COLUMNS` by name, (batch, their heads, kv_len) float32, laid out alike; each
             of their heads takes the mean over an equal share of the query heads.
     """
-    query, key = dense(query), dense(key)
-    query_positions, key_positions = dense(query_positions), dense(key_positions)
     batch, heads, q_len, head_dim = query.shape
     kv_len = key.shape[2]
-    (stride,) = {total.stride() for total in sums.values()}  # alike, or this raises
     sums_heads = next(iter(sums.values())).shape[1]
     edge = tile_edge(key)
     with torch.cuda.device_of(query):
         column_sums_kernel[(triton.cdiv(kv_len, edge) * batch * sums_heads,)](
-            query,
-            key,
-            query_positions,
-            key_positions,
+            *(strided(each) for each in (query, key, query_positions, key_positions)),
             lse,
-            lse if seen is None else seen,
-            *(sums.get(name, lse) for name in COLUMNS),
-            *query.stride()[:3],
-            *key.stride()[:3],
-            query_positions.stride(0),
-            *key_positions.stride()[:2],
-            *stride[:2],
+            seen,
+            *lay_out_sums(sums),
             sums_heads,
             heads // sums_heads,
             heads // key.shape[1],
@@ -190,7 +158,6 @@ def column_sums(
             KEYS=edge,
             CAPPED=softcap is not None,
             WINDOWED=window is not None,
-            **{name.upper(): name in sums for name in COLUMNS},
             LEAST=NEARLY_ONE,
             ONE_KEY_HEAD=heads // key.shape[1] % (heads // sums_heads) == 0,
             LOG2_E=LOG2_E,

@@ -5,20 +5,20 @@ next token takes: one program of each head sees all of its slots then.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.choose_slot import Choice, load_choice, lowest_slot, no_slot
-from kvtool.kernels.tiles import add_to, width
+from kvtool.kernels.choose_slot import Choice, lowest_slot
+from kvtool.kernels.tiles import add_to, lay_out_sums, of_head, strided, width
 from kvtool.maths.columns import COLUMNS, NEARLY_ONE
 
 _SPLIT = 64  # slots that one program of the first launch reads, at least
 _PARTS = 64  # at most
 _KEYS = 128  # slots whose weights one program of the second launch finds at a time
-_WIDEST = 1024  # where one program goes through all of them
 
 
 @triton.jit
@@ -37,27 +37,6 @@ def joined_softmax(part_top, part_total, sinks, line, part, parts):
     return top, total, shares
 
 
-@triton.jit
-def count_weights(
-    columns, line, mean, stored, seen, there, LEAST: tl.constexpr, SCORE: tl.constexpr
-):
-    """Add a row's weights to the columns, and return the sums by which slots are ranked, if any."""
-    score = mean
-    if columns[0] is not None:
-        sums = add_to(columns[0], line, mean, there)
-        if SCORE == "attention_sum":
-            score = sums
-    if columns[1] is not None:
-        add_to(columns[1], line, mean * mean, there)
-    if columns[2] is not None:
-        add_to(columns[2], line, stored, there)
-    if columns[3] is not None:
-        sums = add_to(columns[3], line, (mean * seen >= LEAST).to(tl.float32), there)
-        if SCORE == "above_average":
-            score = sums
-    return score
-
-
 @triton.jit(do_not_specialize=["slots", "parts"])
 def join_parts_kernel(
     logits,
@@ -69,12 +48,10 @@ def join_parts_kernel(
     valid,
     out,
     columns,
+    sums_strides,
     positions,
     next_slot,
     choice,
-    sinks_batch,
-    sums_strides,
-    stored_strides,
     sums_heads,
     group,
     slots,
@@ -86,9 +63,12 @@ def join_parts_kernel(
     VALID_FROM: tl.constexpr,
     WEIGHTS: tl.constexpr,
     LEAST: tl.constexpr,
-    SCORE: tl.constexpr,
+    RANKED: tl.constexpr,
 ):
-    """Compute the weights of tiles of slots of one KV head, and with the first tile the output."""
+    """Compute the weights of tiles of slots of one KV head, and with the first tile the output.
+
+    A choice is made among all slots of a head, so that there is one tile of them.
+    """
     own = tl.program_id(0) % sums_heads
     batch = (tl.program_id(0) // sums_heads).to(tl.int64)
     part = tl.arange(0, PARTS_WIDTH)
@@ -97,10 +77,8 @@ def join_parts_kernel(
     if valid is not None:
         counts = (tl.load(valid + batch) >= VALID_FROM).to(tl.float32)
     sums_line = batch * sums_strides[0] + own.to(tl.int64) * sums_strides[1]
-    if choice is not None:
-        positions += batch * stored_strides[0] + own.to(tl.int64) * stored_strides[1]
-        start, count = load_choice(choice, batch, positions, slots, KEYS, valid is not None)
-        best, newest, slot = no_slot()
+    if next_slot is not None:
+        next_slot += batch * sums_heads + own
     stop = slots
     if logits is None and choice is None:
         stop = 1
@@ -113,7 +91,7 @@ def join_parts_kernel(
         for member in range(group):
             head = own * group + member
             line = batch * sums_heads * group + head
-            sink = None if sinks is None else sinks + batch * sinks_batch + head
+            sink = None if sinks is None else sinks[0] + batch * sinks[1] + head
             top, total, shares = joined_softmax(part_top, part_total, sink, line, part, parts)
             seen = tl.sum(tl.load(part_seen + line * parts + part, mask=part < parts, other=0.0), 0)
             if logits is not None:
@@ -133,24 +111,22 @@ def join_parts_kernel(
                 joined = (tl.sum(values * shares[:, None], 0) / total).to(out.dtype.element_ty)
                 tl.store(out + line * VALUE_DIM + channels, joined, mask=inside)
         mean = mean / group
-        counted = stored.to(tl.float32) * counts
-        line = sums_line + places
-        score = count_weights(columns, line, mean, counted, seen, there, LEAST, SCORE)
+        above = (mean * seen >= LEAST).to(tl.float32)
+        added = (mean, mean * mean, stored.to(tl.float32) * counts, above)
+        score = mean
+        for i in tl.static_range(4):
+            if columns[i] is not None:
+                sums = add_to(columns[i], sums_line + places, added[i], there)
+                if i == RANKED:
+                    score = sums
         if choice is not None:
-            held = tl.load(positions + places, mask=there, other=-1)
-            if SCORE == "position":
+            held = tl.load(of_head(positions, batch, own) + places, mask=there, other=-1)
+            if RANKED < 0:
                 score = held.to(tl.float32)
-            padded: tl.constexpr = valid is not None
-            over, first = count > choice[4], choice[3]
-            best, newest, slot = lowest_slot(
-                score, held, places, there, start, first, over, best, newest, slot, padded
-            )
-    if next_slot is not None:
-        next_slot += batch * sums_heads + own
-        if choice is not None:
-            tl.store(next_slot, slot.to(tl.int64))
-        elif tl.program_id(1) == 0:
-            tl.store(next_slot, tl.load(next_slot) + 1)
+            slot = lowest_slot(score, held, there, choice, batch, valid is not None)
+            tl.store(next_slot, slot)
+    if next_slot is not None and choice is None and tl.program_id(1) == 0:
+        tl.store(next_slot, tl.load(next_slot) + 1)
 
 
 @dataclass(frozen=True)
@@ -188,16 +164,10 @@ def allocate_parts(query: Tensor, slots: int, value_dim: int, *, counted: bool =
     batch, heads, _ = query.shape
     split = _SPLIT * triton.cdiv(slots, _SPLIT * _PARTS)
     parts = triton.cdiv(slots, split)
-    logits = None
-    if counted:
-        logits = query.new_empty((batch, heads, slots), dtype=torch.float32)
-    return Parts(
-        slots,
-        split,
-        logits,
-        query.new_empty((batch, heads, parts, value_dim), dtype=torch.float32),
-        query.new_empty((3, batch, heads, parts), dtype=torch.float32).unbind(),
-    )
+    new = partial(query.new_empty, dtype=torch.float32)
+    logits = new((batch, heads, slots)) if counted else None
+    mean, numbers = new((batch, heads, parts, value_dim)), new((3, batch, heads, parts))
+    return Parts(slots, split, logits, mean, numbers.unbind())
 
 
 def join_parts(
@@ -231,12 +201,11 @@ def join_parts(
     mean, logits = parts.mean, parts.logits
     batch, heads, _, value_dim = mean.shape
     out = mean.new_empty((batch, heads, 1, value_dim), dtype=dtype)
-    strides = {total.stride() for total in sums.values()} or {(0, 0, 1)}
-    (stride,) = strides  # alike, or this raises
     kv_heads = next((total.shape[1] for total in sums.values()), kv_heads)
-    keys, tiles = _KEYS, triton.cdiv(parts.slots, _KEYS) if sums or weights else 1
+    keys, tiles, ranked = _KEYS, triton.cdiv(parts.slots, _KEYS) if sums or weights else 1, -1
     if choice is not None:
-        keys, tiles = min(_WIDEST, max(_KEYS, triton.next_power_of_2(parts.slots))), 1
+        keys, tiles = max(_KEYS, triton.next_power_of_2(parts.slots)), 1
+        ranked = COLUMNS.index(choice.score) if choice.score in COLUMNS else -1
     positional = valid is not None and valid.dtype != torch.bool
     if valid is not None and not positional:
         valid = valid.to(torch.int32)
@@ -245,16 +214,13 @@ def join_parts(
             logits,
             mean,
             *parts.numbers,
-            sinks,
+            strided(sinks),
             valid,
             out,
-            tuple(sums.get(name) for name in COLUMNS),
-            positions,
+            *lay_out_sums(sums),
+            strided(positions),
             slot,
             None if choice is None else choice.numbers(),
-            0 if sinks is None else sinks.stride(0),
-            stride[:2],
-            (0, 0) if positions is None else positions.stride()[:2],
             kv_heads,
             heads // kv_heads,
             parts.slots,
@@ -266,7 +232,7 @@ def join_parts(
             VALID_FROM=0 if positional else 1,
             WEIGHTS=weights,
             LEAST=NEARLY_ONE,
-            SCORE="" if choice is None else choice.score,
+            RANKED=ranked,
             num_warps=8 if keys > _KEYS else 4,
         )
     return out, logits if weights else None

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvtool.kernels.tiles import dense, width
+from kvtool.kernels.tiles import of_head, strided, width
 
 _PAGES, _CHANNELS = 64, 32  # of a tile
 
@@ -19,12 +19,6 @@ def page_scores_kernel(
     query,
     bounds,
     scores,
-    query_batch,
-    query_head,
-    query_member,
-    bounds_batch,
-    bounds_head,
-    bounds_row,
     heads,
     group,
     pages,
@@ -37,8 +31,7 @@ def page_scores_kernel(
     batch = (tl.program_id(0) // heads).to(tl.int64)
     page = tl.program_id(1) * PAGES + tl.arange(0, PAGES)
     there = page < pages
-    query += batch * query_batch + own * query_head
-    bounds += batch * bounds_batch + own * bounds_head
+    own_query, table = of_head(query, batch, own), of_head(bounds, batch, own)
     score = tl.zeros((PAGES,), tl.float32)
     for first in range(0, DIM, CHANNELS):
         channel = first + tl.arange(0, CHANNELS)
@@ -46,14 +39,14 @@ def page_scores_kernel(
         above = tl.zeros((CHANNELS,), tl.float32)
         below = tl.zeros((CHANNELS,), tl.float32)
         for member in range(group):
-            number = tl.load(query + member * query_member + channel, mask=real, other=0.0)
+            number = tl.load(own_query + member * query[3] + channel, mask=real, other=0.0)
             number = number.to(tl.float32)
             above += tl.maximum(number, 0.0)
             below += tl.minimum(number, 0.0)
         row = channel.to(tl.int64)[:, None]
         inside = real[:, None] & there[None, :]
-        upper = tl.load(bounds + row * bounds_row + page[None, :], mask=inside, other=0.0)
-        lower = tl.load(bounds + (row + DIM) * bounds_row + page[None, :], mask=inside, other=0.0)
+        upper = tl.load(table + row * bounds[3] + page[None, :], mask=inside, other=0.0)
+        lower = tl.load(table + (row + DIM) * bounds[3] + page[None, :], mask=inside, other=0.0)
         upper, lower = upper.to(tl.float32), lower.to(tl.float32)
         score += tl.sum(above[:, None] * upper + below[:, None] * lower, 0)
     tl.store(scores + tl.program_id(0).to(tl.int64) * pages + page, score, mask=there)
@@ -61,16 +54,13 @@ def page_scores_kernel(
 
 def page_scores(query: Tensor, bounds: Tensor, pages: int) -> Tensor:
     """Score pages as `kvtool.kernels.tables.page_scores` does."""
-    query, bounds = dense(query), dense(bounds)
     batch, heads, group, dim = query.shape
     scores = torch.empty((batch, heads, pages), dtype=torch.float32, device=query.device)
     with torch.cuda.device_of(query):
         page_scores_kernel[(batch * heads, triton.cdiv(pages, _PAGES))](
-            query,
-            bounds,
+            strided(query),
+            strided(bounds),
             scores,
-            *query.stride()[:3],
-            *bounds.stride()[:3],
             heads,
             group,
             pages,
@@ -90,14 +80,6 @@ def row_product_kernel(
     table,
     rows,
     out,
-    part_batch,
-    part_head,
-    part_member,
-    table_batch,
-    table_head,
-    table_row,
-    rows_batch,
-    rows_head,
     heads,
     group,
     taken,
@@ -112,21 +94,19 @@ def row_product_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     there = column < columns
     member = tl.arange(0, GROUP_WIDTH)
-    part += batch * part_batch + own * part_head
-    table += batch * table_batch + own * table_head
-    rows += batch * rows_batch + own * rows_head
+    own_part, own_table = of_head(part, batch, own), of_head(table, batch, own)
     total = tl.zeros((GROUP_WIDTH, COLUMNS), tl.float32)
     for first in range(0, taken, ROWS):
         place = first + tl.arange(0, ROWS)
         real = place < taken
-        row = tl.load(rows + place, mask=real, other=0).to(tl.int64)
+        row = tl.load(of_head(rows, batch, own) + place, mask=real, other=0).to(tl.int64)
         numbers = tl.load(
-            part + member[:, None] * part_member + place[None, :],
+            own_part + member[:, None] * part[3] + place[None, :],
             mask=(member < group)[:, None] & real[None, :],
             other=0.0,
         )
         tile = tl.load(
-            table + row[:, None] * table_row + column[None, :],
+            own_table + row[:, None] * table[3] + column[None, :],
             mask=real[:, None] & there[None, :],
             other=0.0,
         )
@@ -141,18 +121,12 @@ def row_product_kernel(
 
 def row_product(part: Tensor, table: Tensor, rows: Tensor, columns: int) -> Tensor:
     """Multiply with rows as `kvtool.kernels.tables.row_product` does."""
-    part, table, rows = dense(part), dense(table), dense(rows)
     batch, heads, group, taken = part.shape
     out = torch.empty((batch, heads, group, columns), dtype=torch.float32, device=part.device)
     with torch.cuda.device_of(part):
         row_product_kernel[(batch * heads, triton.cdiv(columns, _COLUMNS))](
-            part,
-            table,
-            rows,
+            *(strided(each) for each in (part, table, rows)),
             out,
-            *part.stride()[:3],
-            *table.stride()[:3],
-            *rows.stride()[:2],
             heads,
             group,
             taken,

@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from kvtool.maths.columns import COLUMNS
+
 LOG2_E = 1.4426950408889634
 """Turns exponents of e into exponents of 2, which GPUs compute."""
 
@@ -74,6 +76,29 @@ def dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def strided(tensor: Tensor | None) -> tuple[Tensor | int, ...] | None:
+    """Lay a tensor out for a kernel: itself, then the strides of all axes but the last, dense one.
+
+    A kernel gets None for no tensor.
+    """
+    if tensor is None:
+        return None
+    tensor = dense(tensor)
+    return tensor, *tensor.stride()[:-1]
+
+
+def lay_out_sums(sums: dict[str, Tensor]) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+    """Lay sums out for a kernel: one of each of `COLUMNS`, or None, and the strides of them all."""
+    (stride,) = {total.stride() for total in sums.values()} or {(0, 0, 1)}  # alike, or this raises
+    return tuple(sums.get(name) for name in COLUMNS), stride[:2]
+
+
+@triton.jit
+def of_head(tensor, batch, head):
+    """Return where a head of a batch entry begins in what `strided` has laid out."""
+    return tensor[0] + batch * tensor[1] + head.to(tl.int64) * tensor[2]
+
+
 @triton.jit
 def load_tile(base, rows, stride, limit, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows of a matrix, 0 beyond its last row and column."""
@@ -112,36 +137,6 @@ def softmax_step(logits, highest, total):
     weights = tl.exp(logits - finite[:, None])
     shrink = tl.exp(highest - finite)
     return top, total * shrink + tl.sum(weights, 1), weights, shrink
-
-
-@triton.jit
-def store_part(
-    part_mean,
-    part_top,
-    part_total,
-    part_seen,
-    line,
-    real,
-    channels,
-    mean,
-    highest,
-    total,
-    seen,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Store what a part of the slots gives to each row of a tile: line by line, where it is real.
-
-    Column i of the mean is channel `channels[i]`; columns beyond the last channel are left out.
-    """
-    tl.store(
-        part_mean + line[:, None] * DIM + channels[None, :],
-        mean,
-        mask=real[:, None] & (tl.arange(0, WIDTH) < DIM)[None, :],
-    )
-    tl.store(part_top + line, highest, mask=real)
-    tl.store(part_total + line, total, mask=real)
-    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 @triton.jit

@@ -74,6 +74,9 @@ def put_column(table: Tensor, column: Tensor, at: Tensor) -> None:
     if len(at) == 1:
         table.index_copy_(3, at.flatten(), column[..., None])
         return
+    if not torch.compiler.is_compiling():
+        table.scatter_(3, at[..., None].expand(*column.shape, 1), column[..., None])
+        return
     entry, head, row = (torch.arange(n, device=table.device) for n in column.shape)
     table.index_put_((entry[:, None, None], head[:, None], row, at), column)
 

@@ -125,12 +125,13 @@ def lost_share(numbers: Tensor, rounded: Tensor) -> float:
 class ChannelRanges(NamedTuple):
     """Where the channels of keys lie, and how wide: what is taken off before they are rounded.
 
-    A model whose key projection has a large constant bias (Qwen2) has channels far from 0. They
-    would set the scale of all channels, and rounding would lose the others.
+    Channels far from 0, as the key biases of Qwen2 make them, would set the scale of all channels,
+    and rounding would lose the others. Some keys lie far from the mean, such as those of sinks.
+    They are rounded as they are, and the sign of their scales says so.
 
     Attributes:
-        centre: (batch, kv_heads, 1, dim) float16, subtracted first; 0 for most channels.
-        exponent: (batch, kv_heads, 1, dim) int8, the power of two that is divided by then.
+        centre: (batch, kv_heads, 1, dim) float16, subtracted from keys that are centred.
+        exponent: (batch, kv_heads, 1, dim) int8, the power of two that all keys are divided by.
     """
 
     centre: Tensor
@@ -150,18 +151,35 @@ class ChannelRanges(NamedTuple):
         """The powers of two, float32."""
         return torch.exp2(self.exponent.float())
 
-    def narrow(self, keys: Tensor) -> Tensor:
-        """Bring keys, (batch, kv_heads, tokens, dim), to what is rounded: float32."""
-        return (keys.float() - self.centre.float()) / self.factor
+    def narrow(self, keys: Tensor, *, choose: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Bring keys, (batch, kv_heads, tokens, dim), to what is rounded.
 
-    def widen(self, narrowed: Tensor) -> Tensor:
-        """Dequantise them: float32."""
-        return narrowed * self.factor + self.centre.float()
+        Args:
+            choose: whether a key that is shorter without it is not centred; else all are.
+
+        Returns:
+            The keys in float32, and bool (batch, kv_heads, tokens, 1), which of them are centred;
+            the others are negated. None: all are centred.
+        """
+        factor = self.factor
+        plain = keys / factor
+        centred = plain - self.centre / factor
+        if not choose:
+            return centred, None
+        norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (centred, plain))
+        shorter = torch.le(*norms)
+        return torch.where(shorter, centred, -plain), shorter
+
+    def widen(self, narrowed: Tensor, centred: Tensor | None) -> Tensor:
+        """Widen what `narrow` made of keys, float32; those it negated are so no longer."""
+        centre = self.centre if centred is None else self.centre * centred
+        return narrowed * self.factor + centre
 
     def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a query is multiplied with in place of keys, and what is then missing.
 
-        Its product with a key is the product of the first with the narrowed key, and the second.
+        Its product with a key is the product of the first with the narrowed key, and the second
+        if that key is centred.
 
         Args:
             query: (batch, kv_heads, group, 1, dim) float32.
@@ -169,25 +187,39 @@ class ChannelRanges(NamedTuple):
         Returns:
             (batch, kv_heads, group, 1, dim) and (batch, kv_heads, group, 1, 1).
         """
-        constant = (query * self.centre.float()[:, :, None]).sum(-1, keepdim=True)
+        constant = (query * self.centre[:, :, None]).sum(-1, keepdim=True)
         return query * self.factor[:, :, None], constant
+
+
+def with_signs(scales: Tensor, centred: Tensor) -> Tensor:
+    """Write into the signs of scales, (.., scales), whose vectors are centred: bool (.., 1).
+
+    Vectors that are not have been negated, so codes times scales are the vectors all the same.
+    """
+    return torch.where(centred, scales, -scales)
+
+
+def are_centred(scales: Tensor) -> Tensor:
+    """Read which vectors are centred off the sign of their first scale: bool (.., 1)."""
+    return ~torch.signbit(scales[..., :1])
 
 
 FEWEST = 8
 """Tokens of a first block by which channels are judged."""
 
 MOST_EXPONENT = 15
-"""Of the powers of two that channels are divided by."""
+"""Of the powers of two that channels are divided by, to either side."""
 
-_OUTLIER = 8.0  # times the reach of the middle channel from which a channel is one
+_WIDEST = 3  # powers of two that a channel may stay wider than the middle one
 
 
 def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
-    """Find the channels of keys that reach much further from 0 than the others.
+    """Find the mean of each channel of keys, and half the power of two by which it is wider.
 
-    A channel that reaches 8 times as far as the middle one of its head, or more, has its mean
-    subtracted. If what is left reaches further than the middle one, it is divided by a power of
-    two, to less than twice as far. Keys without such channels stay as they are, bit for bit.
+    It is wider than the middle channel of its head, by standard deviations around the mean. Half
+    the power leaves the larger channels the larger share of the codes, as attention needs it. Where
+    a channel would still be more than 8 times as wide as the middle one, it is the larger power
+    that leaves it at most so.
 
     Args:
         keys: (batch, kv_heads, tokens, dim).
@@ -196,15 +228,16 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
     weight = valid[:, None, :, None].float()
     count = weight.sum(2, keepdim=True)
     numbers = keys.detach().float() * weight
-    reach = numbers.abs().amax(2, keepdim=True)
-    usual = reach.median(-1, keepdim=True).values
-    outlier = (count >= FEWEST) & (usual > 0) & (reach >= _OUTLIER * usual)
     mean = numbers.sum(2, keepdim=True) / count.clamp(min=1)
     limit = torch.finfo(torch.float16).max
-    centre = torch.where(outlier, mean, 0.0).nan_to_num(0.0).clamp(-limit, limit).half()
-    left = ((numbers - centre.float()) * weight).abs().amax(2, keepdim=True)
-    steps = (left / usual).log2().floor().nan_to_num(0.0, MOST_EXPONENT, 0.0)
-    exponent = torch.where(outlier, steps, 0.0).clamp(0, MOST_EXPONENT)
+    centre = torch.where(count >= FEWEST, mean, 0.0).nan_to_num(0.0).clamp(-limit, limit).half()
+    squares = ((numbers - centre) * weight).square().sum(2, keepdim=True)
+    spread = (squares / count.clamp(min=1)).sqrt()
+    middle = spread.median(-1, keepdim=True).values
+    powers = (spread / middle).log2().nan_to_num(0.0)
+    powers = torch.maximum((powers / 2).round(), powers.ceil() - _WIDEST)
+    known = (count >= FEWEST) & (middle > 0) & (spread > 0)
+    exponent = torch.where(known, powers, 0.0).clamp(-MOST_EXPONENT, MOST_EXPONENT)
     return ChannelRanges(centre, exponent.to(torch.int8))
 
 

@@ -19,10 +19,10 @@ from kvtool.planning.bytes import (
     kv_bytes,
     tokens_held,
 )
-from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes
+from kvtool.planning.peak import SPARE, computing_bytes, reading_bytes, repeating_bytes
 from kvtool.planning.variants import Variant
 from kvtool.policies.policy import Policy, reads_whole
-from kvtool.sizes import DEFAULT_BLOCK, parse_prefill
+from kvtool.sizes import DEFAULT_BLOCK, longest_block, parse_prefill
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
     waits = variant.cuts_at_the_end or ends
     more = 0 if policy.cuts is None else policy.spare  # slots of tokens that are cut together
     slots = [min(n, tokens + more) for tokens in stored]
-    reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
+    if policy.repetition is not None and not waits:
+        slots = _of_all(layers, [min(n, each.tokens + block) for each in budgets], n)
+        reading = sum(repeating_bytes(policy, layers, slots, n, block))
+    else:
+        reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
     kv, held = int(found.keys_values * spare), int(found.storage * spare)
     return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, reading)
 
@@ -154,13 +158,20 @@ def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> i
         block = None
     if policy.score.layer_tokens == "same":  # whose logits are judged block by block
         block = min(block or DEFAULT_BLOCK, max(1, min(stored) // 2))
-    return min(block or n, n)
+    block = min(block or n, n)
+    return block if policy.repetition is None else longest_block(n, block)
+
+
+def reading_of(config: Any, dtype: str, variant: Variant, text: Text) -> int:
+    """Forecast the bytes of keys, values and numbers while prompts are read, at most."""
+    return _count(config, dtype, variant, text).reading * text.sequences
 
 
 def _peak(config: Any, found: _Counted, text: Text) -> int:
     """Return the most that lives at a time: while the prompt is read, or while it is answered."""
     n, given, first = text.prompt, (config, found.layers, found.policy, text), found.stored[0]
-    seen = n if found.waits else min(n, max(found.slots) + found.block)
+    whole = found.waits or found.policy.repetition is not None  # a head may keep all
+    seen = n if whole else min(n, max(found.slots) + found.block)
     computing = computing_bytes(*given, block=found.block, keys=seen, first=first)
     answering = computing_bytes(*given, block=1, keys=max(found.slots) + text.new, first=first)
     return max(found.reading * text.sequences + computing, found.held + answering)

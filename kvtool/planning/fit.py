@@ -19,7 +19,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import LayerShape, has_key_biases, layer_shapes
 from kvtool.planning.budgets import even_budgets, tokens_for_bytes
 from kvtool.planning.bytes import Forecast, Text, forecast
-from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.estimate import estimate_memory, reading_of
 from kvtool.planning.parameters import BITS, Bits
 from kvtool.planning.search import largest_that_fits
 from kvtool.planning.variants import Variant
@@ -118,6 +118,7 @@ class Run:
             tokens of a block; "": not known.
         bits: in which the linear layers' weights are stored.
         size: bytes that the cache may take; None: what the memory leaves.
+        prefill: how the prompt is read, where that is given; None: as its length asks for.
     """
 
     config: Any
@@ -129,6 +130,7 @@ class Run:
     device: str = "cuda"
     bits: Bits | None = None
     size: int | None = None
+    prefill: str | None = None
 
     @cached_property
     def layers(self) -> list[LayerShape | None]:
@@ -164,7 +166,7 @@ class Run:
             prefill: `full` or `block`.
         """
         budget = None if tokens is None or not policy.takes_budget else Budget(tokens=tokens)
-        named = spell_prefill(prefill, device=self.device)
+        named = spell_prefill(prefill, device=self.device, own=policy.own_block)
         return replace(self, variant=Variant(policy, budget, named))
 
     def forecast(self, policy: Policy, tokens: int) -> Forecast:
@@ -176,17 +178,31 @@ class Run:
         """Estimate the most that lives at a time, weights included."""
         return self.weights_bytes + self.of(policy, tokens, prefill).needs().working
 
-    def least_peak(self, policy: Policy, tokens: int | None) -> int:
-        """Estimate the same for the way to read a prompt that takes less: in blocks a long one."""
+    def held(self, policy: Policy, tokens: int) -> int:
+        """Forecast the most that a cache holds: at the end, or of a prompt that is repeated."""
+        storage = self.forecast(policy, tokens).storage
+        if policy.repetition is None:
+            return storage
+        read = self.of(policy, tokens, self.best_prefill(policy, tokens))
+        return max(storage, reading_of(read.config, read.dtype, read.variant, read.text))
+
+    def best_prefill(self, policy: Policy, tokens: int | None) -> str:
+        """Return the way to read a prompt that takes less: in blocks a long one."""
+        if self.prefill is not None:
+            return self.prefill
         if self.text.prompt >= LONG_PROMPT:
-            return self.peak(policy, tokens, "block")
-        return min(self.peak(policy, tokens, prefill) for prefill in PREFILLS)
+            return "block"
+        return min(PREFILLS, key=lambda prefill: self.peak(policy, tokens, prefill))
+
+    def least_peak(self, policy: Policy, tokens: int | None) -> int:
+        """Estimate the most that lives at a time where a prompt is read so."""
+        return self.peak(policy, tokens, self.best_prefill(policy, tokens))
 
     def most_tokens(self, policy: Policy) -> int | None:
         """Return the largest budget that fits, the prompt at most; None where none does."""
         found: int | None = self.text.prompt
         for cost, limit in (
-            (lambda tokens: self.forecast(policy, tokens).storage, self.size),
+            (lambda tokens: self.held(policy, tokens), self.size),
             (lambda tokens: self.least_peak(policy, tokens), self.memory),
         ):
             if limit is not None and found is not None:
@@ -250,7 +266,7 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
     """
     found: list[tuple[str, Needs]] = []
     fewest = False, 0
-    biased = has_key_biases(run.config)
+    biased, own = has_key_biases(run.config), run.variant.policy.own_block
 
     def effort(change: tuple[list[str], Run]) -> tuple[bool, int]:
         codec = change[1].variant.policy.codec
@@ -264,7 +280,9 @@ def remedies(run: Run) -> list[tuple[str, Needs]]:
         except UsageError:
             continue
         words = " ".join(flags)
-        larger = words.replace(spell_prefill("block"), "block")  # blocks, where small ones are
+        larger = words.replace(
+            spell_prefill("block", own=own), "block"
+        )  # blocks, where small ones are
         if needs.fits and (larger == words or larger not in dict(found)):
             found.append((words, needs))
             fewest = effort((flags, changed))
@@ -281,9 +299,10 @@ def _changes(run: Run) -> Iterator[tuple[list[str], Run]]:
     codecs = _CODECS if variant.plan is None and variant.policy.codec is None else (None,)
     prefills = {variant.prefill: variant.prefill}  # by what is typed
     if variant.prefill == "full":
-        prefills["block"] = spell_prefill("block", device=run.device)
-        if prefills["block"] != spell_prefill("block"):  # where blocks are large
-            prefills[spell_prefill("block")] = spell_prefill("block")
+        own, small = variant.policy.own_block, spell_prefill("block", own=variant.policy.own_block)
+        prefills["block"] = spell_prefill("block", device=run.device, own=own)
+        if prefills["block"] != small:  # where blocks are large
+            prefills[small] = small
     for bits, codec, prefill in product((run.bits, *fewer), codecs, prefills):
         policy = variant.policy
         flags = [] if bits == run.bits else [f"--quantize {bits}"]

@@ -27,7 +27,7 @@ from kvtool.maths.allocation import Allocation
 from kvtool.model_shape import DTYPE_BYTES, FREE, LayerShape
 from kvtool.planning.budgets import forecast_plan
 from kvtool.planning.bytes import check_dims, free_of, kv_bytes, tokens_held
-from kvtool.planning.peak import reading_bytes
+from kvtool.planning.peak import reading_bytes, repeating_bytes
 from kvtool.planning.plan_in_use import text_of
 from kvtool.planning.rocketkv_stages import (
     RocketKVPlan,
@@ -43,7 +43,7 @@ from kvtool.policies.allocate.optimal import LossForecast, forecast_heads, forec
 from kvtool.policies.allocate.problem import AllocationProblem
 from kvtool.policies.allocate.table import spell_allocator
 from kvtool.policies.parts import Allocator
-from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type
+from kvtool.sizes import DEFAULT_TOKENS, bytes_in_words, bytes_to_type, longest_block
 
 if TYPE_CHECKING:
     from kvtool.documents.profile import ProfileDocument
@@ -202,10 +202,15 @@ def make_plan(
     totals = totals_of(draft.document, policy, shapes)
     document = PlanDocument(**{**dict(draft.document), "totals": totals})
     notes = [*notes, *_notes(target, plannable, draft.split), *draft.refused]
-    if totals.reading is not None:
+    if totals.reading is not None and policy is not None:
+        n, held = target.prompt_tokens, draft.document.layers.tokens
+        block = longest_block(n, policy.own_block or n)
+        slots = [min(n, tokens + block) for tokens in held]
+        blocks = sum(repeating_bytes(policy, shapes, slots, n, block)) * target.batch
         notes.append(
             f"note: `{policy}` keeps the whole prompt until it is cut: while it is read the cache "
-            f"takes {bytes_in_words(totals.reading)}"
+            f"takes {bytes_in_words(totals.reading)}, with --prefill block "
+            f"{bytes_in_words(blocks)} at most"
         )
     if draft.losses is not None:
         notes.append(loss_note(draft.losses, allocator))

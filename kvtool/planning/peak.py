@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
-from kvtool.planning.bytes import Text, grown, of_layers, slot_bytes
+from kvtool.planning.bytes import Text, free_of, grown, of_layers, range_bytes, slot_bytes
 from kvtool.policies.parts import Evidence
 from kvtool.sizes import LONG_PROMPT
 
@@ -28,6 +28,7 @@ SPARE = 8 / 7
 _ROWS = 128  # queries whose attention weights are computed at a time where they are looked at
 _TILES = 4 * 2**20  # bytes of the tiles in which the weights of a whole prompt are summed
 _FLOAT = 4  # bytes of a number of attention weights and of logits
+_AROUND = 64  # tokens that go before a repetition: the instruction, and what leads to it
 _PLACES = 24  # bytes of a token's id and position
 
 
@@ -51,6 +52,7 @@ def reading_bytes(
     sizes = _slot_sizes(layers, policy, policy.codec)
     # with the block, in the model's dtype
     joined = sizes if policy.codec is None else _slot_sizes(layers, policy, None)
+    whole_prompt = block >= n
     block = n if waits else min(block, n)
     whole = _appended(block, block, n - block)  # slots where a prompt is kept as it comes
     reading = [
@@ -58,15 +60,50 @@ def reading_bytes(
         for k, layer in zip(kept, layers, strict=True)
     ]
     running = max(size * (k + block) for size, k in zip(joined, kept, strict=True))
+    running += _moments_bytes(policy, layers, whole=whole_prompt)
     before = sum(size * k for size, k in zip(sizes, reading, strict=True)) + running
     return int(before * (SPARE if policy.head_split is not None else 1))
 
 
+def repeating_bytes(
+    policy: Policy, layers: Sequence[LayerShape | None], slots: Sequence[int], n: int, block: int
+) -> tuple[int, int]:
+    """Count the bytes of one sequence whose prompt is read, repeated and cut block by block.
+
+    Args:
+        slots: tokens that each layer holds before a cut, in the mean over all that compete.
+        n: tokens of the prompt, all of which a layer may come to hold.
+        block: of the longest block.
+
+    Returns:
+        What is stored, to the byte where no buffers grow; and at most what one layer attends to:
+        a copy of its slots beside a block or its repetition, in the model's dtype.
+    """
+    sizes = _slot_sizes(layers, policy, policy.codec, more=1)
+    ranges = of_layers(layers, lambda layer: range_bytes(layer, policy.codec))
+    stored = sum(size * k for size, k in zip(sizes, slots, strict=True)) + sum(ranges)
+    joined = max(of_layers(layers, lambda layer: layer.bytes))
+    return stored, joined * (min(n, sum(slots)) + block + _AROUND)
+
+
+def _moments_bytes(policy: Policy, layers: Sequence[LayerShape | None], *, whole: bool) -> int:
+    """Count what is held of queries: in full of the running layer, or of all if more blocks come.
+
+    Args:
+        whole: whether the prompt is one block.
+    """
+    asked, free = policy.moments, free_of(layers)
+    if asked is None or not free:
+        return 0
+    held = [asked.held_bytes(layer, reading=not whole) for layer in free]
+    return sum(held[1:]) + asked.held_bytes(free[0], reading=True)
+
+
 def _slot_sizes(
-    layers: Sequence[LayerShape | None], policy: Policy, codec: Codec | None
+    layers: Sequence[LayerShape | None], policy: Policy, codec: Codec | None, more: int = 0
 ) -> list[int]:
-    """Return the bytes of a slot in all heads of each layer."""
-    numbers = len(policy.statistics)
+    """Return the bytes of a slot in all heads of each layer, with `more` numbers than usual."""
+    numbers = len(policy.statistics) + more
     return of_layers(layers, lambda layer: layer.kv_heads * slot_bytes(layer, numbers, codec))
 
 
@@ -113,6 +150,8 @@ def computing_bytes(
     if block == keys >= LONG_PROMPT and _summed_in_tiles(decoder, policy, stored):
         weights = min(weights, _TILES)
     repeated = keys * heads * stored[0].token_bytes if 1 < block < keys else 0  # beside a mask
+    if repeated and policy.repetition is not None:  # whose weights are of the block and on it
+        weights = 4 * min(_ROWS, block) * (block + _AROUND) * heads * _FLOAT * text.sequences
     attending = text.sequences * repeated + weights
     choosing = text.sequences * max(policy.score.choosing_bytes(each, keys) for each in stored)
     judged = block if policy.score.layer_tokens == "same" else 1

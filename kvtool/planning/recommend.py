@@ -5,7 +5,8 @@ at the length to plan for is estimated, as for every plan. Of the variants that 
 chosen (of equals, that of the smallest share), and the plan gives it all of the memory: no less
 than the share that was measured. The full cache is chosen where it fits, unless a variant is better
 than it on every task beyond the noise. Where keys have biases, keys in 4 bits come behind equals,
-and behind all others if another model was measured.
+and behind all others if another model was measured. With a guarantee only variants that have it
+count, and the plan is for the measured share: nothing is guaranteed of a larger one.
 """
 
 from __future__ import annotations
@@ -124,13 +125,20 @@ class Place:
         return Planned(planned.document.model_copy(update={"target": self.target}), [])
 
 
-def recommend(results: ResultsDocument, place: Place) -> Recommendation:
-    """Choose the variant with the best score that can be had in the memory.
+def recommend(
+    results: ResultsDocument, place: Place, guarantee: float | None = None
+) -> Recommendation:
+    """Choose the variant with the best score that can be had in the memory, of those guaranteed.
 
     Raises:
-        UsageError: results without a verdict or a measured policy; nothing fits.
+        UsageError: results without a verdict, a measured policy or that guarantee; nothing fits.
     """
     measured, left_out = _measured(results)
+    if guarantee is not None:
+        passed = _guaranteed(results, guarantee)
+        names = [each.variant.name for each in measured]
+        left_out += [f"{name}: not guaranteed" for name in names if name not in passed]
+        measured = [each for each in measured if each.variant.name in passed]
     fitting, too_large = [], {}
     for evidence in measured:
         try:
@@ -159,7 +167,7 @@ def recommend(results: ResultsDocument, place: Place) -> Recommendation:
         return Recommendation(full, planned, left_out, list(too_large))
     if best is None:
         raise _nothing_fits(place.target, too_large | {_FULL: needed}, left_out)
-    planned = place.plan(best, share=best.policy.stores_all)
+    planned = place.plan(best, share=best.policy.stores_all or guarantee is not None)
     return Recommendation(best, planned, left_out, list(too_large))
 
 
@@ -178,6 +186,18 @@ def measured_losses(results: ResultsDocument) -> Losses:
         points.append((str(evidence.policy), float(evidence.share), Loss(known, later)))
     source = f"measured in the results given, with `{results.model.id}`"
     return replace(of_points(source, points), model=results.model.config_hash)
+
+
+def _guaranteed(results: ResultsDocument, loss: float) -> set[str]:
+    """Return the variants of the guarantee that a run was made with, or refuse another."""
+    found = None if results.verdict is None else results.verdict.guarantee
+    if found is None or found.loss != loss:
+        has = "no guarantee" if found is None else f"a guarantee of {found.loss:g} %"
+        raise UsageError(
+            f"--guarantee {loss:g}: the run was made with {has}; chosen afterwards: no guarantee",
+            hint=f"kvtool eval --guarantee {loss:g}, with another --seed and --output",
+        )
+    return {each.variant for each in found.chain if each.passed}
 
 
 def _lost(gains: Sequence[float]) -> float | None:

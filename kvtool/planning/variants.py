@@ -49,7 +49,7 @@ class Variant:
         allocator, heads = self.policy.allocator, self.policy.head_split
         measures = allocator is not None and allocator.metric is not None
         if self.policy.repetition is not None:
-            return True
+            return self.prefill == "full"
         return self.plan is None and self.budget is not None and (measures or heads is not None)
 
 

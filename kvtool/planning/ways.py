@@ -7,10 +7,11 @@ sparsely. Its bytes are those that a run holds, its peak is estimated as for a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
-from kvtool.documents.plan import KINDS, Peaks, Way, WayKind, WayLoss
+from kvtool.documents.plan import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
 from kvtool.model_shape import LayerShape, has_key_biases
@@ -20,8 +21,6 @@ from kvtool.planning.fit import PREFILLS, Run
 from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
-from kvtool.policies.scores.full import Full
-from kvtool.sizes import LONG_PROMPT
 
 NEARLY = 0.98
 """Share of the prompt from which on policies differ by less than the noise.
@@ -34,20 +33,24 @@ CODECS = ("int8", "fp8", "k8v4", "int4")
 
 _BESIDE = ("int8", "k8v4", "int4")  # beside eviction: fp8 takes the bytes of int8
 
+Asked = Literal["known", "later", "worse"]
+"""When the question comes: in the prompt, after its compression, or whichever loses more."""
+
 Spell = Callable[[Policy, int | None, str], str]
 """Writes the command that runs a policy with a budget in tokens, and reads a prompt so."""
 
 
-def list_ways(run: Run, losses: Losses, spell: Spell) -> list[Way]:
+def list_ways(run: Run, losses: Losses, spell: Spell, asked: Asked = "worse") -> list[Way]:
     """Return what fits in the order of the expected loss, and behind it what does not fit.
 
-    The loss of a way is the larger one of a question that is known and one that is asked later.
+    The loss of a way is that of a question that is known or one that is asked later, as `asked`
+    says, or the larger one.
     Losses whose difference is within the noise count as equal: then what keeps more tokens comes
     first, then what keeps them in more bits. Of the ways that fit and keep nearly all tokens in the
     same bits, only the best is listed, and none where all fit in these bits. Where keys have
     biases, keys in 4 bits come last: of their step, or of all if another model was measured.
     """
-    maker = _Maker(run, losses, spell)
+    maker = _Maker(run, losses, spell, asked)
     return sorted(_once(list(_ways(maker))), key=maker.order)
 
 
@@ -84,13 +87,14 @@ class _Maker:
     run: Run
     losses: Losses
     spell: Spell
+    asked: Asked = "worse"
 
     def order(self, way: Way) -> tuple[bool, bool, int, bool, float, int, int]:
         """Return what sorts ways."""
         config = self.run.config
         coarse = way.key_bits < 8 and has_key_biases(config)
         unknown = coarse and self.losses.model != config_hash(config)
-        noise, bits = int(way.loss.worse / NOISE), way.key_bits + way.value_bits
+        noise, bits = int(way.loss.of(self.asked) / NOISE), way.key_bits + way.value_bits
         return not way.fits, unknown, noise, coarse, -way.share, KINDS.index(way.kind), -bits
 
     def lost_near_all(self, base: str) -> float:
@@ -145,12 +149,11 @@ class _Maker:
     def _way(self, policy: Policy, kind: WayKind, budget: int | None, kept: int, loss: Loss) -> Way:
         run, prompt = self.run, self.run.text.prompt
         found = run.forecast(policy, prompt if budget is None else budget)
-        peaks = {prefill: run.peak(policy, budget, prefill) for prefill in PREFILLS}
-        long = prompt >= LONG_PROMPT
-        prefill = "block" if long else min(PREFILLS, key=lambda each: peaks[each])
-        needed = found.storage
-        if policy.repetition is not None:  # holds all until its cut
-            needed = run.forecast(replace(policy, score=Full()), prompt).storage
+        read = run.best_prefill(policy, budget)
+        prefill: Prefill = "full" if read == "full" else "block"
+        peaks = {each: run.peak(policy, budget, each) for each in PREFILLS}
+        peaks[prefill] = run.peak(policy, budget, read)
+        needed = found.storage if budget is None else run.held(policy, budget)
         excess = 0 if run.size is None else needed - run.size
         if run.memory is not None:
             excess = max(excess, peaks[prefill] - run.memory)

@@ -79,14 +79,21 @@ class MomentsAsked:
     lengths: bool = False
     stats: str | None = None
 
-    def held_bytes(self, layer: HeadSizes) -> int:
-        """Count the bytes of them beside the slots, for one batch entry of a layer."""
-        numbers = 1 + layer.key_dim
-        if self.covariance:
-            numbers += layer.key_dim**2
+    def held_bytes(self, layer: HeadSizes, *, reading: bool = False) -> int:
+        """Count the bytes of them beside the slots, for one batch entry of a layer.
+
+        Args:
+            reading: while a prompt is read, before the covariance is rounded.
+        """
+        dim, codes = layer.key_dim, 0
+        numbers = 1 + dim
+        if self.covariance and reading:
+            numbers += dim**2
+        elif self.covariance:
+            numbers, codes = numbers + dim, dim * (dim - 1) // 2  # variances, and correlations
         if self.lengths:
-            numbers += pair_count(layer.key_dim)
-        return layer.heads * numbers * _NUMBER
+            numbers += pair_count(dim)
+        return layer.heads * (numbers * _NUMBER + codes)
 
 
 @dataclass(frozen=True)
@@ -173,6 +180,8 @@ class RepetitionAsked:
         lead: tokens of the chunk before that are put before those of a chunk.
         by_output: whether a weight is multiplied by the length of what the output projection makes
             of its value, and divided by that of the hidden state which enters the attention.
+        block: tokens that are read, repeated and cut at a time where blocks are asked for.
+        least_block: tokens of a block from which on answers were as good.
     """
 
     chunk: int = 2048
@@ -180,6 +189,8 @@ class RepetitionAsked:
     instruction: str | None = None
     lead: int = 8
     by_output: bool = False
+    block: int = 512
+    least_block: int = 256
 
     @property
     def first(self) -> str:

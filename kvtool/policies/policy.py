@@ -317,6 +317,11 @@ class Policy:
         return self.ranking.repetition if asks else None
 
     @property
+    def own_block(self) -> int | None:
+        """Return the tokens of a `block` of this policy; None: the device gives them."""
+        return None if self.repetition is None else self.repetition.block
+
+    @property
     def sees_projection(self) -> bool:
         """Return whether one of its parts looks at the attention's output projection."""
         own = (each.sees_projection for each in (self.score, self.rescore) if each is not None)
@@ -418,10 +423,10 @@ def reads_whole(policy: Policy, *, planned: bool) -> bool:
     Args:
         planned: whether a plan says how the budget is split.
     """
-    if policy.repetition is not None or policy.score.layer_tokens == "nested":
+    if policy.score.layer_tokens == "nested" or policy.shown_queries:
         return True
-    if policy.shown_queries:
-        return True
+    if policy.repetition is not None:
+        return False
     allocator, split = policy.allocator, policy.head_split
     measures = allocator is not None and allocator.metric is not None
     return not planned and (measures or (split is not None and split.whole_prompt))
@@ -434,7 +439,8 @@ def check_blocks(policy: Policy, block: int | None) -> None:
         block: tokens that are asked for; None: all at once.
 
     Raises:
-        UsageError: blocks for a policy whose prompt is repeated, or repaired as it is cut.
+        UsageError: blocks for a policy that repairs a prompt as it is cut, or that has it repeated
+            and weighs the scores anew or makes something of evicted tokens.
     """
     used = policy.on_evict
     if block is not None and used is not None and policy.shown_queries:
@@ -443,9 +449,11 @@ def check_blocks(policy: Policy, block: int | None) -> None:
             "so it cannot be read in blocks",
             hint="--prefill full",
         )
-    if block is not None and policy.repetition is not None:
+    more = used or policy.rescore
+    if block is not None and policy.repetition is not None and more is not None:
         raise UsageError(
-            f"`{policy.score.name}` cuts a prompt once it is whole in the cache and has been "
-            "repeated, so it cannot be read in blocks",
-            hint="--prefill full",
+            f"`{policy.score.name}` keeps the scores of earlier blocks as they are, and "
+            f"`{more.name}` would change what they stand for, "
+            f"so `{policy}` cannot be read in blocks",
+            hint=f"--prefill full, or {policy.score.name} alone",
         )

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from kvtool.documents.claim import ClaimRow, ClaimVerdict
 from kvtool.documents.results import ResultsDocument, TaskResult
-from kvtool.documents.verdict import Choice, Difference, Verdict
+from kvtool.documents.verdict import Bounded, Choice, Difference, Verdict
 from kvtool.evaluation.costs import LEAST_EVICTED, UNTESTED, is_tested, spent_by_variant
+from kvtool.evaluation.guarantee import needed_contexts
 from kvtool.evaluation.samples.questions import one_token_note
 from kvtool.evaluation.verdict import LEAST_PAIRS, unseen
 from kvtool.report import formats
@@ -31,7 +33,39 @@ def verdict_lines(document: ResultsDocument) -> list[str]:
     if document.verdict.why is not None:
         return [f"no verdict: {document.verdict.why}"]
     choices = [f"  by {title}: {said}" for title, said in choices_in_words(document)]
-    return [f"verdict: the cheapest {rule(document)}", *choices]
+    return [f"verdict: the cheapest {rule(document)}", *choices, *guarantee_lines(document)]
+
+
+def guarantee_lines(document: ResultsDocument) -> list[str]:
+    """Return which budgets have the guarantee, line by line; empty where none was asked for."""
+    verdict = document.verdict
+    if verdict is None or (found := verdict.guarantee) is None:
+        return []
+    what = "prompts like these lose an answer that the full cache gives"
+    if not all(each.counted for each in found.chain):
+        what = "a perfect score is lost, in the mean over contexts like these"
+    lines = [f"guarantee: with 95 % confidence at most {found.loss:g} % of {what}"]
+    policies, least = {each.name: each.policy for each in document.variants}, []
+    for policy, group in groupby(found.chain, lambda each: policies[each.variant]):
+        walk = list(group)
+        passed, failed = ([each for each in walk if each.passed is has] for has in (True, False))
+        least += [each.variant for each in passed[-1:]]
+        said = [*map(_lost, passed[-1:]), *(f"not {_lost(each)}" for each in failed[:1])]
+        lines.append(f"  {policy}: {'; '.join(said)}")
+    named = next((each.variant for each in verdict.choices if each.by == "bytes"), None)
+    if named not in least and (named or least):
+        lines.append(f"  the verdict by bytes held differs: {named or 'none'}")
+    if not least:
+        needed = needed_contexts(found.loss / 100, found.level)
+        lines.append(f"  none passed; it takes {needed} contexts if none is lost, else more")
+    return [*lines, "  holds for prompts drawn as these were, and for budgets fixed before the run"]
+
+
+def _lost(each: Bounded) -> str:
+    """Say what a variant lost, and without the guarantee how much it may lose."""
+    lost = f"{each.lost:g} of" if each.counted else f"{100 * each.lost / (each.n or 1):.3g} % over"
+    said = each.why or f"{lost} {each.n}" + ("" if each.passed else f", at most {each.bound:.3g} %")
+    return f"{each.variant} ({each.task}: {said})"
 
 
 def rule(document: ResultsDocument) -> str:

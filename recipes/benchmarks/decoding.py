@@ -29,9 +29,9 @@ from transformers.masking_utils import AttentionMaskInterface
 import kvtool
 from kvtool.cache.whole.cache import KVCache
 from kvtool.generation import decode_step, prefill
-from kvtool.generation.compiled import _OF_ONE_ROW
+from kvtool.generation.compiled import ONE_ROW_OPTIONS
 from kvtool.generation.feeding import wait
-from kvtool.generation.graphs import Recording, StaticDecoding, StepsReport, recorder
+from kvtool.generation.graphs import CudaRecording, StaticDecoding, StepsReport, recorder
 from recipes.benchmarks.models import with_weights_of
 from recipes.benchmarks.speed import median_ratio, time_steps
 
@@ -78,7 +78,7 @@ def with_own_code(function: FunctionType) -> FunctionType:
     return FunctionType(code, function.__globals__, closure=function.__closure__)
 
 
-def recorded(call: Callable[[], object], recording: Recording) -> Callable[[], None]:
+def recorded(call: Callable[[], object], recording: CudaRecording) -> Callable[[], None]:
     """Record a call that has run before, and return what replays it."""
     recording.record(call, ())
 
@@ -136,7 +136,7 @@ class FullCacheSteps:
                 fullgraph=True,
                 dynamic=False,  # or a second length would get slower code for any length
                 backend=backend,
-                options=_OF_ONE_ROW if tuned and batch == 1 and backend == "inductor" else None,
+                options=ONE_ROW_OPTIONS if tuned and batch == 1 and backend == "inductor" else None,
             )
         self._step: Callable[[], object] = partial(step, self.token, self.positions)
 
@@ -194,7 +194,7 @@ class PolicySteps:
 
     def report(self) -> StepsReport:
         """What was compiled so far."""
-        return self._compiled.report()
+        return self._compiled.steps
 
     def read_bytes(self) -> int:
         """Bytes of the keys and values that a step attends to."""

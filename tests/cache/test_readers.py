@@ -12,12 +12,13 @@ import torch
 
 import kvtool
 from kvtool.cache.features.sparse_index import SparseIndex
-from kvtool.cache.features.sparse_tables import IndexedEntries, PaddedEntries
+from kvtool.cache.features.sparse_tables import Entries
 from kvtool.generation import decode_step, prefill
 from kvtool.maths.estimates import moments, principal_components
 from kvtool.policies.parts import Read
 from kvtool.policies.policy import Policy
 from kvtool.policies.read.quest import Quest
+from kvtool.policies.read.rows import PerRow
 from kvtool.policies.read.view import Choice
 from tests.models_for_tests import (
     HOOKED,
@@ -228,18 +229,18 @@ def test_a_row_that_chooses_from_all_it_holds_has_room_beside_a_row_that_does_no
     """Both store 6 of 8 tokens; one has 2 of them to choose from, the other all."""
     reader = Quest(page=2, k=2)
     alone = [
-        IndexedEntries(
+        Entries(
             slice(row, row + 1),
-            reader,
-            budget=9,
-            prompt=6,
-            stored=6,
-            tokens=tokens,
+            [reader],
+            prompts=[6],
+            budget=PerRow.one(9),
+            stored=PerRow.one(6),
+            tokens=PerRow.one(tokens),
             index=torch.arange(tokens).expand(1, 1, -1),
         )
         for row, tokens in enumerate((2, 6))
     ]
-    both = PaddedEntries.of(alone, torch.device("cpu"))
+    both = Entries.side_by_side(alone, torch.device("cpu"))
     keys = torch.arange(16.0).view(2, 1, 8, 1)
     for _ in range(2):
         both.append(keys, keys)
@@ -264,16 +265,16 @@ def test_tables_follow_the_slots(policy):
                 kept = dict(reading.tables)
                 reading.build(layer.keys[reading.rows], layer.values[reading.rows])
                 if mask is not None:
-                    rows_alone = zip(reading.alone, reading.tokens.known, strict=True)
-                    for row, (each, tokens) in enumerate(rows_alone):
-                        for name, count in each.reader.columns(tokens).items():
+                    rows_alone = zip(reading.readers, reading.tokens.known, strict=True)
+                    for row, (reader, tokens) in enumerate(rows_alone):
+                        for name, count in reader.columns(tokens).items():
                             made = reading.tables[name][row, ..., :count]
                             old = kept[name][row, ..., :count]
                             torch.testing.assert_close(old, made, atol=1e-5, rtol=1e-4)
                     continue
-                columns = reading.reader.columns(reading.tokens)
-                room = reading.tokens + layer.keys.shape[2] - reading.stored
-                most = reading.reader.columns(
+                columns = reading.readers[0].columns(reading.tokens.most)
+                room = reading.tokens.most + layer.keys.shape[2] - reading.stored.most
+                most = reading.readers[0].columns(
                     room
                 )  # for the tokens that the buffers have slots for
                 for name, table in reading.tables.items():
@@ -289,7 +290,7 @@ def test_tables_are_not_made_anew_at_a_step(policy, monkeypatch):
     model = kvtool.attach(peaky_model("llama"))
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(50))
-    reader = type(SparseIndex.of(cache.layers[0]).entries[0].reader)
+    reader = type(SparseIndex.of(cache.layers[0]).entries[0].readers[0])
     made = []
     monkeypatch.setattr(reader, "start", lambda self, stored: made.append(1))
     for token in random_ids(8, seed=1)[0]:
@@ -459,7 +460,7 @@ def test_a_file_of_bases_is_used_and_checked(tmp_path):
     cache = kvtool.build_cache(model, policy, 20)
     prefill(model, cache, random_ids(50))
     reading = SparseIndex.of(cache.layers[0]).entries[0]
-    keys = cache.layers[0].keys[:, :, : reading.tokens]
+    keys = cache.layers[0].keys[:, :, : reading.tokens.most]
     torch.testing.assert_close(reading.tables["components"], keys[..., :4].transpose(2, 3))
     save_file({"key_basis": bases[:1]}, tmp_path / "Basis.safetensors")
     with pytest.raises(kvtool.UsageError, match="holds no key basis for layer 1"):

@@ -100,7 +100,7 @@ def test_multi_turn_keeps_all_and_chooses_anew(model, mode):  # noqa: F811
         assert kept(run) == oracle.stored
         for index, layer in enumerate(run.cache.layers):
             reading = SparseIndex.of(layer).entries[0]
-            chosen = reading.index[0, :, : reading.tokens].tolist()
+            chosen = reading.index[0, :, : reading.tokens.most].tolist()
             assert chosen == oracle.kept[index]
         seen.append(chosen)
     assert set(seen[2][0]) - set(seen[0][0]) - set(range(LENGTH, 200)), "no token came back"
@@ -112,7 +112,7 @@ def test_sizes_storage_and_traffic_are_those_of_the_plan():
     cut = kvtool.build_cache(lm, "rocketkv(window=4)", 32)
     decoded(lm, cut, ids, new)
     reading = SparseIndex.of(cut.layers[0]).entries[0]
-    assert reading.reader == HSA(plan.page_size, plan.head_dims, plan.top_k)
+    assert reading.readers[0] == HSA(plan.page_size, plan.head_dims, plan.top_k)
     report = cut.report()
     assert report.kept_per_layer == [plan.prompt_tokens + 7] * 2
     pages = -(-report.kept_per_layer[0] // plan.page_size)
@@ -131,7 +131,7 @@ def obeyed(document, length, policy="rocketkv(window=4)", new=3):
     prefill(lm, cache, random_ids(length), new_tokens=new)
     for token in random_ids(new, seed=1)[0]:
         decode_step(lm, cache, token[None])
-    return cache, [SparseIndex.of(layer).entries[0].reader for layer in cache.layers]
+    return cache, [SparseIndex.of(layer).entries[0].readers[0] for layer in cache.layers]
 
 
 def planned(policy="rocketkv(window=4)", tokens=None, target_tokens=None, **target):
@@ -162,7 +162,7 @@ def test_a_plan_is_obeyed_as_it_stands_whatever_the_prompt(length):
     cache, readers_ = obeyed(document, length)
     assert cache.report().kept_per_layer == [section.prompt_tokens + 3] * 2
     assert readers_ == [HSA(section.page_size, section.head_dims, section.top_k)] * 2
-    assert SparseIndex.of(cache.layers[0]).entries[0].budget == section.token_budget == 64
+    assert SparseIndex.of(cache.layers[0]).entries[0].budget.most == section.token_budget == 64
 
 
 @pytest.mark.parametrize("policy", ["rocketkv(window=4)", "hsa"])
@@ -178,7 +178,7 @@ def test_every_number_of_the_section_changes_the_run(policy):
     for plan, kept in ((stage1, 130), (by_split, int(320 / 5**0.5) - 20)):
         cache, _ = obeyed(plan, 300, policy)
         reading = SparseIndex.of(cache.layers[0]).entries[0]
-        assert reading.prompt == kept
+        assert reading.prompts == [kept]
 
 
 def test_unequal_fractions_share_stage_1_by_largest_remainder():
@@ -202,7 +202,7 @@ def test_unequal_fractions_share_what_hsa_reads():
     section = document.rocketkv
     cache, found = obeyed(document, 300, "hsa")
     assert found == [HSA(section.page_size, section.head_dims, k) for k in (25, 7)]
-    assert [SparseIndex.of(layer).entries[0].budget for layer in cache.layers] == [50, 14]
+    assert [SparseIndex.of(layer).entries[0].budget.most for layer in cache.layers] == [50, 14]
     read = [bytes_read(layer) for layer in cache.layers]
     assert read[0] - read[1] == 2 * (25 - 7) * (16 + 16) * 4  # KV heads, keys and values
     forecast = forecast_plan(
@@ -219,7 +219,9 @@ def test_a_share_scales_the_counts_and_nothing_else():
     assert cache.report().kept_per_layer == [kept + 3] * 2
     expected = HSA(section.page_size, section.head_dims, section.top_k * 300 // 400)
     assert found == [expected] * 2
-    assert SparseIndex.of(cache.layers[0]).entries[0].budget == section.token_budget * 300 // 400
+    assert (
+        SparseIndex.of(cache.layers[0]).entries[0].budget.most == section.token_budget * 300 // 400
+    )
 
 
 def test_sizes_of_a_policy_that_are_not_the_plans_are_refused():

@@ -499,7 +499,7 @@ def test_compiled_steps_keep_the_factors(name):
     for token in ids[0, 50:]:
         found = step(model, cache, token.view(1))
         torch.testing.assert_close(found, decode_step(model, twin, token.view(1)), **close)
-    assert step.report().compiled_steps > 20
+    assert step.steps.compiled_steps > 20
 
 
 @pytest.mark.exhaustive

@@ -1,15 +1,18 @@
 """A cache file with a right checksum is still compared with policy and model, field by field."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import kvtool
+from kvtool.cache.files.checks import FileTensors, _check_codes
 from kvtool.cache.files.format import read_metadata
 from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.generation import compress
+from kvtool.policies.codec.int4 import Int4
 from tests.models_for_tests import peaky_model, random_ids
 
 
@@ -117,6 +120,8 @@ def test_what_no_cache_has_written_is_refused(case, model, saved):
         ("h2o+calidrop", "layer.0.calibration.memory.out", nan_at, "not finite"),
         ("h2o+calidrop", "layer.0.calibration.store.shelf.0", lambda t: t[:, :, :1], "shelf"),
         ("duoattention", "head_ranks", lambda t: t * 0, "not the places of all heads"),
+        ("h2o+int8", "layer.0.key_exponent", lambda t: t * 0 - 16, "out of their range"),
+        ("h2o+int8", "layer.0.value_scales", lambda t: -t, "out of their range"),
         ("sirllm(sinks=2)", "state.surprisal", lambda t: t[:, :-1], "`state.surprisal` is"),
     ],
 )
@@ -126,6 +131,19 @@ def test_parts_of_policies_are_checked_too(policy, name, change, told, model, sa
     reseal(path, put(name, change))
     with pytest.raises(kvtool.KvtoolError, match=told):
         kvtool.load_cache(path, model)
+
+
+def test_all_scales_of_a_key_have_one_sign(tmp_path):
+    """Kernels and plain torch would read different ones."""
+    codes, scales = Int4().encode(torch.randn(1, 2, 3, 64))
+    signs = torch.tensor([1.0, -1.0, 1.0]).view(1, 1, 3, 1)
+    for wrong in (False, True):
+        scales = (scales.abs() * signs).half()
+        scales[0, 0, 0, 1] *= 1 - 2 * wrong
+        tensors = {"layer.0.keys": codes, "layer.0.key_scales": scales}
+        file = FileTensors(tmp_path / "a.safetensors", tensors, 3, 1)
+        with pytest.raises(kvtool.KvtoolError, match="signs") if wrong else nullcontext():
+            _check_codes(file, Int4(), "layer.0.key", (1, 2, 3), 64, signs=True)
 
 
 def test_a_policy_that_only_selects_lacks_no_token(model, saved):

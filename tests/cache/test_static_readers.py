@@ -13,14 +13,14 @@ from tests.models_for_tests import peaky_model, random_ids
 from tests.tiers import first
 
 OPERATORS = {
-    "quest": (21, 24),
-    "hsa": (43, 49),
-    "rocketkv": (43, 49),
-    "rocketkv-mt": (45, 54),
-    "sparq": (26, 32),
-    "sparq(local=4)": (28, 34),
-    "loki": (9, 12),
-    "loki(scope=query_head)": (7, 10),
+    "quest": (21, 21),
+    "hsa": (43, 46),
+    "rocketkv": (43, 46),
+    "rocketkv-mt": (45, 48),
+    "sparq": (26, 29),
+    "sparq(local=4)": (28, 31),
+    "loki": (9, 9),
+    "loki(scope=query_head)": (7, 7),
     "exact-topk": (4, 4),
     "exact-topk(scope=group)": (5, 5),
 }

@@ -72,3 +72,29 @@ def test_a_loaded_model_says_where_it_runs(monkeypatch):
         cache = package.build_cache(model, "h2o", 16, prefill="block")
         assert (cache.block, cache.prefill) == (block, f"block:{block}")
         assert package.build_cache(model, "h2o", 16, prefill="block:7").block == 7
+
+
+def test_kvzip_reads_512_tokens_wherever_it_runs(kvtool):
+    least = ("-p", "kvzip", "-b", "40", "--prefill", "block", "--prompt", PROMPT * 8, "-f", "json")
+    done = kvtool("compress", *least, "--save", "a.safetensors")
+    assert (done.code, json.loads(done.out)["prefill"]) == (0, "block:512")
+    done = kvtool(
+        "generate", "--cache", "a.safetensors", "--prompt", "And?", "-n", "2", "-f", "json"
+    )
+    assert json.loads(done.out)["cache"]["tokens_seen"] > 512
+    answer = package.generate(
+        prompt=PROMPT, policy="kvzip", budget=40, prefill="block", max_new_tokens=2
+    )
+    assert answer.prefill == "block:512"
+    done = kvtool("eval", "-p", "kvzip", "-b", "40", "--prefill", "block", *EVAL, "-f", "json")
+    named = [each["name"] for each in json.loads(done.out)["variants"]]
+    assert named == ["full", "kvzip@40,block:512"]
+
+
+def test_short_blocks_of_kvzip_warn_on_the_command_line(kvtool):
+    least = ("-p", "kvzip", "-b", "40", "--prompt", PROMPT, "-n", "1")
+    assert (
+        "blocks of 64 tokens cost `kvzip` answers"
+        in kvtool("generate", *least, "--prefill", "block:64").err
+    )
+    assert "cost `kvzip`" not in kvtool("generate", *least, "--prefill", "block:256").err

@@ -61,13 +61,16 @@ def test_other_commands_count_with_it(kvtool, command):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (("generate", *LEAST, "-b", "64", "--memory", "1GiB"), "goes with --dry-run or -b auto"),
+        (
+            ("generate", *LEAST, "-b", "64", "--memory", "1GiB"),
+            "goes with --dry-run, -b auto or -p auto",
+        ),
         (("profile", "--memory", "1GiB"), "--device-memory goes with --dry-run"),
         (
             ("generate", *LEAST, "--dry-run", "--memory", "1GiB", "--device-memory", "1GiB"),
             "are the same here; keep one",
         ),
-        ((*EVAL, "-b", "64", "--memory", "1GiB"), "goes with --dry-run or -b auto"),
+        ((*EVAL, "-b", "64", "--memory", "1GiB"), "goes with --dry-run, -b auto or -p auto"),
         ((*EVAL, "-b", "auto", "--shared-prefill"), "and --shared-prefill holds several"),
         (("generate", "--prompts", "a.jsonl", "-p", "h2o", "-b", "auto"), "goes with one prompt"),
     ],
@@ -131,7 +134,7 @@ def test_python_takes_both(free):
         None, PROMPT, "h2o", "auto", device_memory="12MiB", prefill="block", max_new_tokens=2
     )
     assert str(done.budget).endswith("KiB")
-    with pytest.raises(UsageError, match="goes with --dry-run or -b auto"):
+    with pytest.raises(UsageError, match="goes with --dry-run, -b auto or -p auto"):
         package.generate(None, PROMPT, "h2o", 64, device_memory="12MiB")
 
 

@@ -401,7 +401,7 @@ def compiled_steps_are_the_eager_ones(case: Case) -> None:
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert torch.equal(compiled.kept_positions(0), eager.kept_positions(0))
     assert compiled.report().kv_bytes == eager.report().kv_bytes
-    report = step.report()
+    report = step.steps
     assert report.compiled_steps + report.eager_steps == NEW
     assert report.graphs <= 1
 
@@ -427,5 +427,5 @@ def replayed_steps_are_the_eager_ones(case: Case) -> None:
         found, expected = step(model, static, token), decode_step(model, eager, token)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     same_slots(static, eager)
-    replayed = step.report().replayed_steps
+    replayed = step.steps.replayed_steps
     assert (replayed == 0) == any(name in case.text for name in ASKING)

@@ -42,6 +42,7 @@ from kvtool.documents.results import (
     SamplesDocument,
 )
 from kvtool.documents.source import read_file
+from kvtool.documents.verdict import Bounded, Guarantee
 from kvtool.evaluation.claims import judge_claim
 from kvtool.evaluation.verdict import differences, make_verdict
 from tests.documents.test_generation_document import CACHE, document
@@ -166,6 +167,9 @@ def examples() -> Iterator[BaseModel]:
     yield Average(variant="full", suite="ruler", tasks=["ruler/vt"], value=0.5, delta=None)
     yield GateResult(gate="min", variant="h2o", task="niah", value=None, limit=0.5, passed=False)
     yield CurveEntry(name="a", x=[1.0], y=[2.0], x_label="tokens", y_label="loss")
+    for why in (None, "the run is not complete"):
+        cell = Bounded(variant="h2o@8", task="niah", why=why)
+        yield Guarantee(loss=5, level=0.05, chain=[cell])
     yield PrefillMapping(mode="block")
     yield Recipe()
     yield Recipe.model_validate(RECIPE)

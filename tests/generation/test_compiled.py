@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from tempfile import gettempdir
 from types import SimpleNamespace
 
@@ -130,13 +130,13 @@ def test_compiled_steps_equal_eager_ones_and_share_one_graph(case):
     model, graphs = kvtool.attach(peaky_model("llama", head_dim=32)), Graphs()
     worst, step, _, cache = run_both(model, policy, padded, 64, 6, graphs)
     assert worst < 1e-4
-    report, eager_steps = step.report(), 0 if policy in APPENDING else 1
+    report, eager_steps = step.steps, 0 if policy in APPENDING else 1
     assert (report.eager_steps, report.compiled_steps) == (eager_steps, 6 - eager_steps)
     assert report.graphs == 1
     assert report.compile_s > 0
     check_can_be_a_cuda_graph(graphs, step, model, cache)
     _, again, *_ = run_both(model, policy, padded, 64, 3, graphs)
-    assert (again.report().graphs, again.report().compiled_steps) == (0, 3 - eager_steps)
+    assert (again.steps.graphs, again.steps.compiled_steps) == (0, 3 - eager_steps)
 
 
 @pytest.mark.parametrize("policy", first(1, [*PACED, *APART]))
@@ -144,7 +144,7 @@ def test_steps_between_two_cuts_share_one_graph(policy):
     model, graphs = small(), Graphs()
     worst, step, _, cache = run_both(model, policy, True, 64, 20, graphs)
     assert worst < 1e-4
-    report = step.report()
+    report = replace(step.steps)  # before the steps of the check below
     if policy in PACED:  # not heads that are cut at times of their own
         assert report.graphs == 1
         assert report.compiled_steps >= 12
@@ -158,7 +158,7 @@ def test_readers_share_one_graph_where_all_rows_are_as_long(policy):
     model, graphs = small(), Graphs()
     worst, step, eager, compiled = run_both(model, policy, False, 9, 6, graphs)
     assert worst < 1e-4
-    report = step.report()
+    report = step.steps
     assert (report.compiled_steps, report.eager_steps, report.graphs) == (6, 0, 1)
     slots = compiled.slot_layers[0].slots.positions.shape[2]
     while eager.slot_layers[0].slots.used < slots:
@@ -173,7 +173,7 @@ def test_readers_of_rows_of_other_lengths_share_one_graph(policy):
     model, graphs = small(), Graphs()
     worst, step, _, compiled = run_both(model, policy, True, 12, 9, graphs)
     assert worst < 1e-4
-    report = step.report()
+    report = step.steps
     assert (report.compiled_steps, report.eager_steps, report.graphs) == (9, 0, 1)
     check_can_be_a_cuda_graph(graphs, step, model, compiled)
 
@@ -192,7 +192,7 @@ def test_families_compile_to_one_graph(name, policy, padded):
     model = kvtool.attach(family_model(name))
     worst, step, *_ = run_both(model, policy, padded, room=64, steps=4)
     assert worst < 1e-4
-    assert step.report().graphs == 1
+    assert step.steps.graphs == 1
 
 
 @pytest.mark.exhaustive
@@ -230,7 +230,7 @@ def test_few_graphs_serve_all_rooms(policy):
     step = StaticDecoding(model, 2, backend="eager", compiled=True)
     for i in range(16):
         step(model, cache, torch.tensor([i + 2, i + 3]))
-    report = step.report()
+    report = step.steps
     assert (report.compiled_steps, report.eager_steps) == (16, 0)
     assert report.graphs <= 3
 
@@ -293,7 +293,7 @@ def test_many_kinds_of_caches_are_compiled_one_after_another():
     for policy in ("h2o", "tova", "streaming", "h2o"):
         worst, step, *_ = run_both(model, policy, False, 9, 4)
         assert worst < 1e-4
-        assert (step.report().graphs, step.report().compiled_steps) == (1, 3)
+        assert (step.steps.graphs, step.steps.compiled_steps) == (1, 3)
 
 
 @pytest.mark.exhaustive
@@ -311,7 +311,7 @@ def test_a_saved_cache_holds_no_empty_room_and_goes_on_compiled(tmp_path, policy
         token = torch.tensor([i + 2, i + 3])
         logits = step(model, loaded, token)
         torch.testing.assert_close(logits, decode_step(model, eager, token), atol=1e-4, rtol=0)
-    assert step.report().compiled_steps >= 4
+    assert step.steps.compiled_steps >= 4
 
 
 @dataclass(frozen=True)
@@ -370,7 +370,7 @@ def test_what_cannot_be_compiled_and_need_not_runs_as_it_is():
     for i in range(4):
         token = torch.tensor([i + 2, i + 3])
         assert torch.equal(step(model, cache, token), decode_step(model, eager, token))
-    assert (step.report().compiled_steps, step.report().eager_steps) == (0, 4)
+    assert (step.steps.compiled_steps, step.steps.eager_steps) == (0, 4)
 
 
 def test_compiling_pays_for_long_runs_on_one_cuda_device():
@@ -399,7 +399,7 @@ prefill(model, cache, random_ids(40))
 step = StaticDecoding(model, 4, compiled=True)
 for token in range(4):
     step(model, cache, torch.tensor([token]))
-assert step.report().compiled_steps >= 2
+assert step.steps.compiled_steps >= 2
 print(sum(counters["inductor"][name] for name in ("fxgraph_cache_miss", "fxgraph_cache_bypass")))
 """
 
@@ -442,7 +442,7 @@ def test_the_command_says_when_nothing_was_compiled(capsys):
 
 def test_what_asks_the_host_is_left_as_it_is():
     worst, step, *_ = run_both(small(), "h2o+calidrop", False, room=8, steps=4)
-    assert (worst, step.report().compiled_steps, step.report().eager_steps) == (0.0, 0, 4)
+    assert (worst, step.steps.compiled_steps, step.steps.eager_steps) == (0.0, 0, 4)
 
 
 @pytest.mark.exhaustive

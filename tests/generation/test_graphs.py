@@ -22,6 +22,7 @@ def recordings(monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "recorder", tape.recorder(made))
     monkeypatch.setattr(graphs, "_told", set())
+    monkeypatch.setattr(graphs, "_refused", set())
     return made
 
 
@@ -58,7 +59,7 @@ def test_fifty_steps_find_everything_where_the_first_ones_left_it(recordings, po
         found, expected = steps(model, static, token), decode_step(model, eager, token)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     check_same(eager, static)
-    report = steps.report()
+    report = steps.steps
     assert report.replayed_steps == 50 - report.eager_steps >= 48
     assert [each.replays for each in recordings] == [report.replayed_steps]
 
@@ -72,7 +73,7 @@ def test_families_are_recorded(recordings, name):
         token = torch.tensor([i + 2, i + 3])
         found, expected = steps(model, static, token), decode_step(model, eager, token)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    assert steps.report().replayed_steps >= 4
+    assert steps.steps.replayed_steps >= 4
 
 
 def answer(loaded, policy="h2o", ids=None, **options):
@@ -188,7 +189,7 @@ def test_what_cannot_be_recorded_runs_as_it_is_and_says_so_once(
                 token = torch.tensor([i + 2, i + 3])
                 assert torch.equal(steps(model, static, token), decode_step(model, eager, token))
         check_same(eager, static)
-        assert steps.report().eager_steps == 6
+        assert steps.steps.eager_steps == 6
     (line,) = [each.getMessage() for each in caplog.records if "CUDA graph" in each.getMessage()]
     assert "`h2o` on `llama`" in line
     assert "not permitted when stream is capturing" in line

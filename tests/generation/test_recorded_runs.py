@@ -91,4 +91,4 @@ def test_a_model_on_several_devices_says_so_once(monkeypatch, model, caplog):
             steps.feed(cache, torch.tensor([2]))
     (line,) = [each.getMessage() for each in caplog.records]
     assert line.endswith("the model is on several devices")
-    assert steps.report().eager_steps == 3
+    assert steps.steps.eager_steps == 3

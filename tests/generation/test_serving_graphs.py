@@ -46,6 +46,7 @@ def recordings(monkeypatch):
     made = []
     monkeypatch.setattr(graphs, "recorder", tape.recorder(made))
     monkeypatch.setattr(graphs, "_told", set())
+    monkeypatch.setattr(graphs, "_refused", set())
     return made
 
 

@@ -111,12 +111,13 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     attend_slots(token, key, value, masked, sums, **wanted)
     if case.cached == case.shown:
         decode_tokens(case, token, key, value, stored, sums, sinks)
+    constants = torch.zeros(batch, case.heads)
     for of_keys, of_values in CODES:
         if "int4" in (of_keys, of_values) and (case.dim % GROUP or case.value_dim % GROUP):
             continue
         codes = *QUANTISED[of_keys](key), *QUANTISED[of_values](value)
         options = wanted | {"forms": (of_keys, of_values), "value_dim": case.value_dim}
-        attend_codes(token, *codes, masked, sums, **options)
+        attend_codes(token, *codes, masked, sums, constants=constants, **options)
     chosen = torch.zeros(batch, case.shown, min(total, 100), dtype=torch.int64)
     for places in (None, chosen):
         attend_slots(token, key, value, places, {}, chosen=chosen, **decode)

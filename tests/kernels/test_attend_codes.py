@@ -12,7 +12,7 @@ from kvtool.kernels import join_parts, reference
 from kvtool.kernels.checks import CODES, QUANTISED
 from kvtool.maths.attention import attention_weights, group_queries, weighted_values
 from kvtool.maths.columns import COLUMNS
-from kvtool.maths.quantise import from_fp8, from_int4, from_int8
+from kvtool.maths.quantise import from_fp8, from_int4, from_int8, with_signs
 from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes, copied, sizes
 
 pytest.importorskip("triton")
@@ -40,6 +40,10 @@ def quantised(forms: Forms, *pair: torch.Tensor) -> list[torch.Tensor]:
 def compare(forms: Forms, size: Sizes, names, weights: bool) -> None:
     drawn = Drawn(size)
     codes = quantised(forms, drawn.key, drawn.value)
+    generator = torch.Generator().manual_seed(size.seed)
+    signs = torch.randn(*codes[1].shape[:3], 1, generator=generator) > 0
+    codes[1].copy_(with_signs(codes[1], signs.to(DEVICE)))
+    constants = 3 * torch.randn(size.batch, size.heads, generator=generator).to(DEVICE)
     stored = drawn.stored if size.ragged else None
     valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
     options = {
@@ -50,6 +54,7 @@ def compare(forms: Forms, size: Sizes, names, weights: bool) -> None:
         "sinks": drawn.sinks,
         "valid": valid,
         "weights": weights,
+        "constants": constants if size.seed % 5 else None,
     }
     sums = drawn.sums(names, size.cached)
     expected = copied(sums)
@@ -161,6 +166,22 @@ def test_attention_over_codes_equals_explicit_dequantisation(forms):
     torch.testing.assert_close(out, expected_out, atol=1e-5, rtol=1e-5)
     mean = expected.mean((2, 3))
     torch.testing.assert_close(sums["attention_sum"], mean, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.few(1)
+@forms
+def test_a_sign_of_scales_takes_the_constant_off_and_of_zeros_too(forms):
+    """Two keys of zeros, of which the first is centred: its logit is the constant of the query."""
+    value = torch.zeros(1, 1, 2, 64)
+    value[:, :, 0] = 1
+    codes = quantised(forms, torch.zeros(1, 1, 2, 64), value)
+    codes[1][:, :, 1] = -0.0
+    query = torch.ones(1, 2, 1, 64, device=DEVICE)
+    constants = torch.tensor([[math.log(3) * 8, -math.log(3) * 8]], device=DEVICE)
+    how = {"forms": forms, "value_dim": 64, "scale": 1 / 8, "constants": constants}
+    out, _ = attend_codes(query, *codes, None, {}, **how)
+    expected = torch.tensor([0.75, 0.25]).view(1, 2, 1, 1).expand(1, 2, 1, 64)
+    torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
 
 # ---- the formats, bit by bit

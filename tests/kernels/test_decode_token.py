@@ -7,6 +7,7 @@ import torch
 
 from kvtool.kernels import reference
 from kvtool.maths.columns import COLUMNS
+from kvtool.maths.selection import lowest
 from tests.kernels.drawn import DEVICE, TOLERANCE, Drawn, Sizes
 
 pytest.importorskip("triton")
@@ -14,6 +15,60 @@ pytest.importorskip("triton")
 from kvtool.kernels.decode_token import decode_token
 
 PLAIN = {"score": "", "by_values": False, "limits": []}
+
+
+def plain_token(
+    query,
+    buffers,
+    columns,
+    new,
+    sinks,
+    seen,
+    *,
+    names,
+    used,
+    masked,
+    appends,
+    score,
+    by_values,
+    limits,
+    **how,
+):
+    """What the operator does, in plain torch."""
+    *slots, slot = buffers
+    at, place = slot[..., None], new[2]
+    for buffer, own in zip(slots, new[:2], strict=False):
+        buffer.scatter_(2, at[..., None].expand_as(own), own)
+    slots[2].scatter_(2, at, place.to(torch.int32)[:, None, None].expand_as(at))
+    for total in columns:
+        total.scatter_(2, at, 0.0)
+    key, value, positions = (tensor[:, :, :used] for tensor in slots)
+    sums = {n: each[:, :, :used] for n, each in zip(names.split(), columns, strict=True)}
+    held, valid = positions if masked or appends else None, place >= 0 if masked else None
+    found = reference.attend_slots(query, key, value, held, sums, sinks=sinks, valid=valid, **how)
+    if appends:
+        slot += 1
+    elif score and seen is not None:
+        (recent, first, budget), numbers = limits, sums.get(score, positions).float()
+        numbers = output_change(numbers, value, positions) if by_values else numbers
+        protected = (positions >= seen[:, None, None] - recent) | (positions < first)
+        over, empty = (positions >= 0).sum(-1, keepdim=True) > budget, positions < 0
+        if masked:
+            numbers = numbers.masked_fill(empty & ~over, float("-inf"))
+            protected = (protected | empty) & over
+        slot.copy_(lowest(numbers, positions, protected))
+    return found
+
+
+def output_change(scores, value, positions):
+    """How far the output moves without each slot, by shares of the scores."""
+    stored = positions >= 0
+    scores = scores.masked_fill(~stored, 0)
+    total = scores.sum(-1, keepdim=True)
+    share = torch.where(total > 0, scores / total, stored / stored.sum(-1, keepdim=True))
+    mean = share.unsqueeze(2) @ value.float()
+    change = share / (1 - share) * (value.float() - mean).norm(dim=-1)
+    return change.masked_fill(1 - share < 1e-6, float("inf"))
 
 
 class Token:
@@ -92,7 +147,7 @@ class Token:
 def compare(token: Token, weights=True, **choice):
     tolerance = TOLERANCE[token.size.dtype]
     found = token.run(decode_token, weights=weights, **choice)
-    expected = token.run(reference.decode_token, in_full=True, weights=weights, **choice)
+    expected = token.run(plain_token, in_full=True, weights=weights, **choice)
     for name, each in expected.items():
         torch.testing.assert_close(
             found[name].double(), each.double(), atol=tolerance, rtol=tolerance, msg=name

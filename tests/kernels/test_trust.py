@@ -1,6 +1,7 @@
 """Kernels are used only where they were right once; else plain torch, and one line says so."""
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import torch
 from kvtool.kernels import checks, reference, tables, trust
 from kvtool.kernels.checks import CODES, Family, Kind
 from kvtool.maths.columns import COLUMNS
+from recipes.benchmarks.gpu import kernels
+from recipes.benchmarks.gpu.results import Wrong
+from recipes.benchmarks.gpu.settings import Settings
 from tests.kernels import torch_kernels
 from tests.kernels.drawn import DEVICE
 
@@ -195,6 +199,25 @@ def test_a_slot_that_is_not_the_one_to_evict_is_found(monkeypatch, name):
 
     monkeypatch.setattr(attend_slots, name, without_a_choice)
     assert not trust.trusted(kind(Family.SLOTS))
+
+
+@pytest.mark.parametrize("apart", [0, 1])
+def test_a_chosen_slot_is_right_or_off_by_one(monkeypatch, tmp_path, apart):
+    """To the check at first use and to the benchmark: no integer is right within rounding."""
+    right = attend_slots.join_parts
+
+    def shifted(*args, **options):
+        joined = right(*args, **options)
+        if options.get("choice") is not None:
+            options["slot"] += apart
+        return joined
+
+    monkeypatch.setattr(attend_slots, "join_parts", shifted)
+    monkeypatch.setattr(kernels, "forms", lambda *_: [{}])
+    assert not apart or not trust.trusted(kind(Family.SLOTS, torch.bfloat16))
+    settings = Settings("cpu", True, 0, tmp_path)
+    with pytest.raises(Wrong, match="slot, group 3") if apart else nullcontext():
+        kernels.compare(settings, Family.SLOTS, torch.bfloat16, (16, 16))
 
 
 def test_a_kind_is_checked_once_and_every_kind_for_itself(monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.maths.rotation import Rotation
-from kvtool.maths.statistics import add_moments
+from kvtool.maths.statistics import add_moments, from_correlations, to_correlations
 from kvtool.policies.evidence import QueryMoments
 
 
@@ -52,6 +52,36 @@ def test_nothing_cancels_far_from_zero():
     torch.testing.assert_close(scatter[0, 0] / 4000, variance, atol=1e-3, rtol=1e-3)
     sums = vectors[0, 0].T @ vectors[0, 0] / 4000 - torch.outer(mean[0, 0], mean[0, 0])
     assert (sums - variance).abs().max() > 0.1  # what plain sums would give
+
+
+def test_worked_correlations():
+    """1 / (2 * 3) is 21.17 of 127, and -4.5 / (2 * 3) is -95.25; nothing varies in the last one."""
+    scatter = torch.tensor([[4.0, 1, 0], [1, 9, 0], [0, 0, 0]])
+    both = torch.stack([scatter, torch.tensor([[4.0, -4.5, 0], [-4.5, 9, 0], [0, 0, 0]])])
+    squares, correlations = to_correlations(both)
+    assert squares.tolist() == [[4, 9, 0]] * 2
+    assert correlations.dtype == torch.int8
+    assert correlations.tolist() == [[21, 0, 0], [-95, 0, 0]]
+    found = from_correlations(squares, correlations)
+    assert found[0, 0, 1].item() == found[0, 1, 0].item() == pytest.approx(21 / 127 * 6)
+    assert found[1, 1, 0].item() == pytest.approx(-95 / 127 * 6)
+    assert found.diagonal(dim1=1, dim2=2).tolist() == [[4, 9, 0]] * 2
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10_000), st.integers(1, 7), st.sampled_from([1e-18, 1.0, 1e15]))
+def test_rounded_correlations_are_near_and_stay_as_they_are(seed, dim, size):
+    source = torch.Generator().manual_seed(seed)
+    vectors = torch.randn(2, 3, 9, dim, generator=source) * size
+    vectors = vectors * torch.logspace(-3, 3, dim)  # of channels that differ in width
+    scatter = vectors.transpose(2, 3) @ vectors
+    squares, correlations = to_correlations(scatter)
+    found = from_correlations(squares, correlations)
+    lengths = scatter.diagonal(dim1=2, dim2=3).sqrt()
+    apart = (found - scatter).abs() / lengths[..., None] / lengths[..., None, :]
+    assert apart.max() < 0.501 / 127
+    for one, other in zip(to_correlations(found), (squares, correlations), strict=True):
+        assert torch.equal(one, other)
 
 
 @settings(max_examples=40)

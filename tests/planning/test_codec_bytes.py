@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvtool
 from kvtool.documents.memory import DeviceMemory, ModelShape
@@ -19,7 +19,7 @@ from kvtool.planning.plan_in_use import check_run
 from kvtool.policies.allocate.uniform import Uniform
 from tests.evaluation.variants import make_variants
 from tests.models_for_tests import family_model, peaky_model, random_ids
-from tests.planning.test_forecast import bytes_of, most_held
+from tests.planning.test_forecast import bytes_of, forecast_of, most_held
 
 DIM, HEADS, LAYERS = 32, 2, 2
 BITS_8, BITS_4 = DIM + 2, DIM // 2 + DIM // 16  # bytes of a vector, with its scales
@@ -55,6 +55,20 @@ def test_a_worked_slot(model, codec):
     assert report.allocated_bytes == LAYERS * HEADS * 41 * PAIR[codec]
     assert report.state_bytes == LAYERS * HEADS * (41 * (4 + 4) + 3 * DIM)
     assert report.traffic_bytes == report.allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"), [("expected+int4", 0.12), ("expected+int8", 0.18), ("rkv+int4", 0.13)]
+)
+def test_what_is_held_of_a_thousand_tokens_at_256_in_heads_of_smollm2(policy, share):
+    """Nine query heads of 64 numbers; R-KV has slots for 128 tokens above the budget."""
+    sizes = {"hidden_size": 72, "intermediate_size": 64, "vocab_size": 256, "head_dim": 64}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    model = kvtool.attach(LlamaForCausalLM(LlamaConfig(**sizes, **heads)).bfloat16().eval())
+    held, report = most_held(model, policy, 256, 1000, 8, batch=1)
+    found = forecast_of(model, kvtool.parse_policy(policy), 256, 1000, 8, batch=1)
+    assert (found.storage, found.keys_values) == (held, report.allocated_bytes)
+    assert held <= share * report.full_bytes
 
 
 def test_what_calidrop_sets_aside_stays_as_it_is(model):

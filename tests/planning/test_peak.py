@@ -83,6 +83,16 @@ def test_a_prompt_in_blocks_by_hand(policy, slot):
     assert whole == 2 * slot * 80 + 2 * slot * 80
 
 
+def test_moments_of_queries_are_whole_while_a_prompt_is_read_by_hand():
+    """Four heads: count, mean and 16 x 16 numbers; then variances, and correlations in a byte."""
+    layers, policy, slots = [LAYER, LAYER], parse_policy("expected"), 2 * 132 * (30 + 28)
+    whole, rounded = 4 * (1 + 16 + 256) * 4, 4 * ((1 + 16 + 16) * 4 + 120)
+    found = reading_bytes(policy, layers, [10, 20], 40, 8, waits=False)
+    assert found == slots + 2 * whole
+    found = reading_bytes(policy, layers, [10, 20], 40, 40, waits=False)
+    assert found == 2 * 132 * (30 + 60) + rounded + whole
+
+
 def test_layers_that_wait_hold_the_prompt():
     layers, policy = [LAYER, LAYER, None], parse_policy("streaming")
     found = reading_bytes(policy, layers, [10, 20, 0], 40, 8, waits=True)

@@ -37,13 +37,18 @@ def cut(model, policy, ids, budget=BUDGET, mask=None, around=(0, 0)):
     Repetition.of(cache).instruct(Instructions(FIRST, LATER, *around))
     whole = repetition.cut_repeated
 
-    def note(layers, weights, spans):
-        noted.append(weights.by_layer)
-        whole(layers, weights, spans)
+    def note(layers, weights, spans, *, last):
+        first = min(start for start, _ in spans)
+        noted.append({i: by_position(own, first) for i, own in weights.by_layer.items()})
+        whole(layers, weights, spans, last=last)
 
     with patch.object(repetition, "cut_repeated", note):
         prefill(model, cache, ids, mask)
     return cache, (noted[0] if noted else {})
+
+
+def by_position(weights, first):
+    return torch.nn.functional.pad(weights, (first, 0))
 
 
 def looped(model, ids, chunk, sinks=4, around=(0, 0), plus=False):
@@ -285,8 +290,6 @@ def test_plain_forwards_and_compressed_calls_are_refused():
     ):
         with pytest.raises(UsageError, match="`generate` of transformers reads it once"):
             refuse()
-    with pytest.raises(UsageError, match="cannot be read in blocks"):
-        kvtool.build_cache(model, "kvzip", 20, prefill="block")
 
 
 def test_what_is_never_repeated_must_leave_room():

@@ -118,5 +118,5 @@ def test_quest_sizes_its_pages_anew_in_every_turn_and_not_while_decoding():
         prefill(model, cache, random_ids(100, seed=seed))
         for tokens in ((5,), (6, 7)):
             decode(model, cache, tokens)
-            page = SparseIndex.of(cache.layers[0]).entries[0].reader.page
+            page = SparseIndex.of(cache.layers[0]).entries[0].readers[0].page
             assert page == -(-2 * read // 16)

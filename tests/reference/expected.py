@@ -38,6 +38,7 @@ class Expected(Reference):
         self.sinks, self.future = sinks, future
         self.covariance, self.values, self.epsilon = covariance, values, epsilon
         self.turn, self.scale = turn, scale
+        self.earlier = None  # number, mean and scatter of the queries of the prompts before
 
     def look(self, keys):
         """See `keys[head]`, `{position: [numbers]}` of all tokens so far."""
@@ -71,19 +72,12 @@ class Expected(Reference):
 
     def logits(self, queries, keys, positions):
         """What queries of the future are expected to give each token but the sinks."""
-        asked = queries[self.sinks :] or [[0.0] * len(queries[0])]
         dim, seen = len(queries[0]), len(queries)
         scale = dim**-0.5 if self.scale is None else self.scale
-        mean = [sum(column) / len(asked) for column in zip(*asked, strict=True)]
+        count, mean, scatter = self.moments(queries)
         turn = self.mean_rotation(seen, dim)
         ahead = multiply(turn, [[number] for number in mean])
-        spread = [[0.0] * dim for _ in range(dim)]
-        if self.covariance:
-            for query in asked:
-                for i in range(dim):
-                    for j in range(dim):
-                        product = (query[i] - mean[i]) * (query[j] - mean[j])
-                        spread[i][j] += product / len(asked)
+        spread = [[number / max(count, 1) for number in row] for row in scatter]
         spread = multiply(multiply(turn, spread), transpose(turn))
         found = {}
         for p in positions:
@@ -94,6 +88,40 @@ class Expected(Reference):
             second = multiply(multiply(transpose(key), spread), key)[0][0]
             found[p] = first * scale + second * scale**2 / 2
         return found
+
+    def moments(self, queries):
+        """Number, mean and scatter of all queries of a head but those of the sinks."""
+        asked, dim = queries[self.sinks :], len(queries[0])
+        before, centre, whole = 0, [0.0] * dim, [[0.0] * dim for _ in range(dim)]
+        if self.earlier is not None:
+            before, centre, whole = self.earlier[tuple(queries[0])]
+        new = asked[before:]
+        mean = [sum(column) / len(asked) for column in zip(*asked, strict=True)] or centre
+        own = [sum(column) / len(new) for column in zip(*new, strict=True)] or mean
+        scatter = [[0.0] * dim for _ in range(dim)]
+        if self.covariance:
+            for i in range(dim):
+                for j in range(dim):
+                    scatter[i][j] = whole[i][j] + sum(
+                        (query[i] - own[i]) * (query[j] - own[j]) for query in new
+                    )
+                    between = (own[i] - centre[i]) * (own[j] - centre[j])
+                    scatter[i][j] += between * before * len(new) / max(len(asked), 1)
+        return len(asked), mean, scatter
+
+    def end_prompt(self):
+        """Keep the queries so far as their moments, correlations in steps of 1/127."""
+        earlier = {}
+        for queries in self.queries:
+            count, mean, scatter = self.moments(queries)
+            rounded = [row[:] for row in scatter]
+            for i, row in enumerate(scatter):
+                for j, number in enumerate(row):
+                    width = math.sqrt(scatter[i][i] * scatter[j][j])
+                    if i != j and width > 0:
+                        rounded[i][j] = round(number / width * 127) / 127 * width
+            earlier[tuple(queries[0])] = count, mean, rounded  # a head is known by its first query
+        self.earlier = earlier
 
     def mean_rotation(self, seen, dim):
         """The mean of the matrices that turn a vector to positions seen .. seen + future - 1."""

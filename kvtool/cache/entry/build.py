@@ -60,7 +60,8 @@ def build_cache(
             and shares are not what is stored but what a decoded token reads, in pairs of key and
             value.
         prefill: `full` runs a prompt at once, `block:M` in blocks of M tokens, cutting after each;
-            `block` is 128 tokens, or 2048 on a CUDA device. A policy that looks at the prompt to
+            `block` is 128 tokens, or 2048 on a CUDA device; 512 for `kvzip`, which repeats each
+            block before the cut. A policy that looks at the prompt to
             split the budget (`+d2o-alloc`, `+ada`), or whose queries vote by its length
             (`pyramidinfer`), reads it at once and cuts at its end. One that scores by the model's
             logits (`sirllm`) reads it in blocks in any case.
@@ -119,8 +120,17 @@ def make_cache(
         request.for_prompt(1)  # refuses it
     elif request.tokens is not None:
         policy.check_budget(request.tokens)
-    block = parse_prefill(prefill, device=str(model.device))
+    block = parse_prefill(prefill, device=str(model.device), own=policy.own_block)
     check_blocks(policy, block)
+    if policy.repetition is not None and block is not None:
+        least = policy.repetition.least_block
+        if block < least:
+            warnings.warn(
+                f"blocks of {block} tokens cost `{policy}` answers: each is scored by itself; "
+                f"take {least} or more",
+                KvtoolWarning,
+                stacklevel=2,
+            )
     hooks.attach(model)
     split, layers, name = policy.head_split, attention_layers(config), policy.score.name
     rotations: dict[int, Rotation | None] = {}

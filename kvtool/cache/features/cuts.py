@@ -46,6 +46,13 @@ class HeadBudgets(CutsByHead):
         split = site.policy.head_split
         return None if split is None else cls(split)
 
+    @classmethod
+    def expected(cls, layer: SlotLayer) -> HeadBudgets:
+        """Return the part of a layer whose heads have budgets of their own."""
+        part = cls.of(layer)
+        assert part is not None, "heads that compete have one"
+        return part
+
     def set_ranks(self, rank: Tensor, ranked: int) -> None:
         """Say which heads most need the whole text, among all of the model."""
         self.rank, self.ranked = rank, ranked

@@ -19,7 +19,7 @@ from kvtool.maths.attention import group_queries
 from kvtool.maths.pairs import pair_count, pair_lengths
 from kvtool.maths.rotation import Rotation
 from kvtool.maths.selection import take
-from kvtool.maths.statistics import add_moments
+from kvtool.maths.statistics import add_moments, from_correlations, to_correlations
 from kvtool.policies.evidence import MomentsAsked, QueryCentres, QueryMoments
 from kvtool.policies.numbers import State
 from kvtool.policies.parts import SlotView
@@ -270,7 +270,8 @@ class Moments(Part):
         centres: of queries of other texts, in place of the prompt's own; None: there are none.
         state: `count` (batch, heads), `mean` (batch, heads, head_dim) and, where they are wanted,
             `scatter` (batch, heads, head_dim, head_dim) and `lengths` (batch, heads, pairs), all
-            float32; empty before the first block.
+            float32; empty before the first block. When the last block of a prompt has been scored,
+            `squares` and `correlations` take the place of `scatter`: see `to_correlations`.
     """
 
     name = "moments"
@@ -318,7 +319,16 @@ class Moments(Part):
                 back = -positions.clamp(min=0)[:, None].float()
                 query = self.rotation.shift(query, back)
             self.add(query, positions >= self.asked.sinks)
-        return self._shown(block)
+        block = self._shown(block)
+        if call.context.last:
+            self._round()
+        return block
+
+    def _round(self) -> None:
+        """Hold the scatter in fewer bits, until the next prompt comes."""
+        scatter = self.state.pop("scatter", None)
+        if scatter is not None:
+            self.state["squares"], self.state["correlations"] = to_correlations(scatter)
 
     def _shown(self, block: Block) -> Block:
         return replace(block, view=replace(block.view, moments=(self.summary(),)))
@@ -341,8 +351,7 @@ class Moments(Part):
             self.state["mean"] = query.new_zeros(batch, heads, dim)
             if self.asked.covariance:
                 self.state["scatter"] = query.new_zeros(batch, heads, dim, dim)
-        scatter = self.state.get("scatter")
-        sums = add_moments(self.state["count"], self.state["mean"], scatter, query, valid)
+        sums = add_moments(self.state["count"], self.state["mean"], self._scatter(), query, valid)
         names = ("count", "mean", "scatter")
         state = {k: t for k, t in zip(names, sums, strict=True) if t is not None}
         if self.asked.lengths:
@@ -351,6 +360,11 @@ class Moments(Part):
             state["lengths"] = add_moments(self.state["count"], before, None, own, valid)[1]
         self.state = state
 
+    def _scatter(self) -> Tensor | None:
+        if "correlations" in self.state:
+            return from_correlations(self.state["squares"], self.state["correlations"])
+        return self.state.get("scatter")
+
     def show(self, layer: SlotLayer, view: SlotView) -> SlotView:
         if not (self.state and self.shows_tokens):
             return view
@@ -358,9 +372,9 @@ class Moments(Part):
 
     def summary(self) -> QueryMoments:
         """Return them as a score sees them."""
-        covariance = None
-        if self.asked.covariance:
-            covariance = self.state["scatter"] / self.state["count"].clamp(min=1)[..., None, None]
+        covariance = self._scatter()
+        if covariance is not None:
+            covariance = covariance / self.state["count"].clamp(min=1)[..., None, None]
         mean, lengths = self.state["mean"], self.state.get("lengths")
         return QueryMoments(mean, covariance, self._scale, self.rotation, lengths)
 
@@ -379,7 +393,11 @@ class Moments(Part):
         if not torch.equal(count, count.round()):
             raise file.bad(f"{prefix}moments.count", "holds parts of a query")
         file.take(f"{prefix}moments.mean", (*heads, dim), torch.float32)
-        if self.asked.covariance:
+        if self.asked.covariance and f"{prefix}moments.scatter" not in file.left:
+            file.take(f"{prefix}moments.squares", (*heads, dim), torch.float32, 0)
+            codes = (*heads, dim * (dim - 1) // 2)
+            file.take(f"{prefix}moments.correlations", codes, torch.int8, -127, 127)
+        elif self.asked.covariance:  # of an older kvtool
             scatter = file.take(f"{prefix}moments.scatter", (*heads, dim, dim), torch.float32)
             if (scatter.diagonal(dim1=2, dim2=3) < 0).any():
                 raise file.bad(f"{prefix}moments.scatter", "holds a variance below 0")
@@ -388,9 +406,10 @@ class Moments(Part):
             file.take(f"{prefix}moments.lengths", sizes, torch.float32, 0)
 
     def load(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        names = ["count", "mean"] + ["scatter"] * self.asked.covariance
-        names += ["lengths"] * self.asked.lengths
-        self.state = {name: tensors[f"moments.{name}"] for name in names}
+        names = ("count", "mean", "squares", "correlations", "scatter", "lengths")
+        found = {name: tensors.get(f"moments.{name}") for name in names}
+        self.state = {name: number for name, number in found.items() if number is not None}
+        self._round()
 
     @property
     def nbytes(self) -> int:

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from kvtool.cache.features.sparse_tables import (
+    Clock,
     Entries,
     FixedEntries,
-    IndexedEntries,
-    PaddedEntries,
     take_slots,
     widened,
 )
@@ -33,8 +32,7 @@ from kvtool.cache.steps.call import Call
 from kvtool.kernels.checks import Family
 from kvtool.maths.attention import group_queries, weighted_values
 from kvtool.policies.parts import Read
-from kvtool.policies.read.rows import PerRow, RowsView, drop_beyond, reads_together
-from kvtool.policies.read.view import Choice, ReadView
+from kvtool.policies.read.rows import PerRow, RowsView, fill_beyond, reads_together
 
 
 class SparseIndex(AttendsTokens):
@@ -95,10 +93,7 @@ class SparseIndex(AttendsTokens):
         entries = [_entries(layer, self.selected, traffic, *each) for each in parts]
         keys, values = layer.slots.keys, layer.slots.values
         if layer.padded and reads_together(self.reader):
-            padded = PaddedEntries.of(entries, layer.slots.device)
-            padded.build(keys, values)
-            self.entries = [padded]
-            return
+            entries = [Entries.side_by_side(entries, layer.slots.device)]
         for each in entries:
             each.build(keys[each.rows], values[each.rows])
         self.entries = entries
@@ -109,8 +104,9 @@ class SparseIndex(AttendsTokens):
         if layer.seen_device is not None and fixed is not None:
             assert slots.written is not None, "static steps write where a tensor says"
             tokens = fixed.clock.tokens(layer.seen_device)
-            fixed.append(slots.keys, slots.values, slots.written, tokens)
-            return _attend(fixed, call, slots.keys, slots.values, tokens)[0]
+            clock, entries = fixed.clock, fixed.of
+            entries.append_rows(slots.keys, slots.values, slots.written, tokens, clock.sizes)
+            return _attend(entries, call, slots.keys, slots.values, clock, tokens)[0]
         if self.entries is None:
             return None
         return sparse_decode(layer, self.entries, call)
@@ -120,7 +116,7 @@ class SparseIndex(AttendsTokens):
         if Trace.name in layer.parts:
             return False
         together = self._together()
-        return together is not None and _sparse(together) and reads_together(self.reader)
+        return together is not None and together.sparse and reads_together(self.reader)
 
     @contextmanager
     def static_step(self, layer: SlotLayer, shared: dict[Any, Any]) -> Iterator[None]:
@@ -134,7 +130,7 @@ class SparseIndex(AttendsTokens):
         yield
         entries.count_token()
         layer.read(fixed.pairs_read(slots.keys, slots.values, self.heads))
-        if isinstance(entries, PaddedEntries) and slots.reserved is None:
+        if layer.padded and slots.reserved is None:
             entries.settle()
             slots.fill_to(entries.longest + 1)
             slots.mark_for_reuse(entries.following(slots.kv_heads), static=False)
@@ -176,18 +172,13 @@ class SparseIndex(AttendsTokens):
         return tensor_bytes([*selected, *tables])
 
 
-def _sparse(entries: Entries) -> bool:
-    """Whether the next step chooses for a row, by tables that are there."""
-    return entries.tables is not None and any(e.tokens >= e.budget for e in entries.lengths())
-
-
 def _reordered(entries: Sequence[Entries], change: Callable[[Tensor], Tensor]) -> Sequence[Entries]:
     rows = change(torch.arange(entries[-1].rows.stop))
     if len(entries) == 1:
         return [entries[0].mapped(change, slice(0, len(rows)))]
-    new = rows.tolist()
-    alone = [each for each in entries if isinstance(each, IndexedEntries)]
-    return [alone[old].of_entry(0, slice(i, i + 1)) for i, old in enumerate(new)]
+    return [
+        entries[old].mapped(torch.clone, slice(i, i + 1)) for i, old in enumerate(rows.tolist())
+    ]
 
 
 def _align(layer: SlotLayer) -> list[int]:
@@ -209,7 +200,7 @@ def _entries(
     budgets: TrafficBudgets,
     rows: slice,
     stored: int,
-) -> IndexedEntries:
+) -> Entries:
     lengths, selected = layer.lengths, None
     seen = layer.seen if lengths is None else int(lengths[rows.start])
     generated = max(0, seen - budgets.end(rows.start))
@@ -220,9 +211,15 @@ def _entries(
         selected = torch.cat([chosen, new.expand(*chosen.shape[:2], -1)], 2)
     tokens = stored if selected is None else selected.shape[2]
     reader, budget = budgets.reader(layer, rows.start, stored - generated)
-    basis = budgets.basis(layer)
-    return IndexedEntries(
-        rows, reader, budget, tokens - generated, stored, tokens, index=selected, basis=basis
+    return Entries(
+        rows,
+        [reader],
+        prompts=[tokens - generated],
+        budget=PerRow.one(budget),
+        stored=PerRow.one(stored),
+        tokens=PerRow.one(tokens),
+        index=selected,
+        basis=budgets.basis(layer),
     )
 
 
@@ -230,16 +227,15 @@ def sparse_decode(layer: SlotLayer, entries: Sequence[Entries], call: Call) -> T
     """Attend to what the reader chooses, for one new token: (batch, heads, 1, value_dim)."""
     out, read, slots = [], 0, layer.slots
     chosen: list[Tensor | None] = []
+    keys, values = slots.keys, slots.values
     for each in entries:
-        keys, values = slots.keys, slots.values
-        if len(entries) > 1:
-            keys, values = keys[each.rows], values[each.rows]
-        each.append(keys, values)
-        part, numbers, choice = _attend(each, call, keys, values)
+        own = (keys, values) if len(entries) == 1 else (keys[each.rows], values[each.rows])
+        each.append(*own)
+        part, numbers, choice = _attend(each, call, *own, each, each.tokens)
         out.append(part)
         chosen.append(choice)
         read += numbers
-    pair = slots.keys.shape[-1] + slots.values.shape[-1]
+    pair = keys.shape[-1] + values.shape[-1]
     layer.read(read / (slots.batch * slots.kv_heads * pair))
     trace = layer.parts.get(Trace.name)
     if isinstance(trace, Trace):
@@ -274,23 +270,22 @@ class _Chosen:
 
 
 def _attend(
-    entries: Entries | FixedEntries,
+    entries: Entries,
     call: Call,
     keys: Tensor,
     values: Tensor,
-    tokens: PerRow | None = None,
+    counts: Entries | Clock,
+    tokens: PerRow,
 ) -> tuple[Tensor, int, Tensor | None]:
     """Attend to what is chosen; return how many numbers that reads, and the slots, -1 for none.
 
     Args:
-        tokens: of a static step, how many there are to choose from.
+        counts: what counts: the entries, or the clock of static steps.
+        tokens: how many there are to choose from.
     """
     query = call.query if len(call.query) == len(keys) else call.query[entries.rows]
     grouped = group_queries(query, keys.shape[1])[:, :, :, 0]
-    if isinstance(entries, IndexedEntries):
-        choice = _choose(entries, call, grouped, keys)
-    else:
-        choice = _choose_padded(entries, call, grouped, keys, tokens)
+    choice = _choose(entries, call, grouped, keys, counts, tokens)
     slots, whole = choice.slots, choice.whole
     if slots is not None and entries.index is not None:
         there = slots if whole else slots.clamp(min=0)
@@ -305,53 +300,54 @@ def _attend(
         mask = None if whole else (slots >= 0).flatten(1, -2)
         key, value = take_slots(there, keys, values)
         out = _attend_pairs(call, query, key, value, mask)
-    return _with_rest(out, grouped, choice.weight, choice.rest), choice.numbers, slots
+    if choice.weight is not None and choice.rest is not None:  # which stands for what is not read
+        own = out.view(*grouped.shape[:3], -1)
+        mixed = torch.lerp(choice.rest[:, :, None], own.float(), choice.weight[..., None])
+        out = mixed.to(out.dtype).view_as(out)
+    return out, choice.numbers, slots
 
 
-def _with_rest(out: Tensor, query: Tensor, weight: Tensor | None, rest: Tensor | None) -> Tensor:
-    """Let what stands for the tokens that are not read have its part of the output."""
-    if weight is None or rest is None:
-        return out
-    own = out.view(*query.shape[:3], -1)
-    mixed = torch.lerp(rest[:, :, None], own.float(), weight[..., None])
-    return mixed.to(out.dtype).view_as(out)
-
-
-def _choose_padded(
-    entries: PaddedEntries | FixedEntries,
+def _choose(
+    entries: Entries,
     call: Call,
     query: Tensor,
     keys: Tensor,
-    tokens: PerRow | None,
+    counts: Entries | Clock,
+    tokens: PerRow,
 ) -> _Chosen:
-    if isinstance(entries, PaddedEntries):
-        tokens = entries.tokens
-    assert tokens is not None, "a static step counts them"
-    dense, heads, budget = entries.dense, keys.shape[1], entries.budget
-    pair = keys.shape[-1] + call.value.shape[-1]
-    fits = zip(tokens.known, budget.known, dense, strict=True)
-    whole = [min(count, most) for count, most, alone in fits if alone]
-    every = None
-    if whole:
+    dense, heads, budget = counts.dense, keys.shape[1], counts.budget
+    pair, alike, every, numbers = keys.shape[-1] + call.value.shape[-1], tokens.alike, None, 0
+    if alike and dense[0]:
+        return _Chosen(None, len(keys) * heads * tokens.most * pair, whole=True)
+    if any(dense):
+        fits = zip(tokens.known, budget.known, dense, strict=True)
+        whole = [min(count, most) for count, most, alone in fits if alone]
         every = torch.arange(max(whole), device=keys.device).expand(len(dense), heads, -1)
-        every = drop_beyond(every, tokens)
-    if every is not None and all(dense):
-        return _Chosen(every, sum(whole) * heads * pair)
+        every, numbers = fill_beyond(every, tokens), sum(whole) * heads * pair
+        if all(dense):
+            return _Chosen(every, numbers)
+    most = tokens.most
     view = RowsView(
         query=query,
-        keys=entries.candidates(keys) if entries.index is None else keys,
+        keys=keys[:, :, :most] if entries.index is None else keys,
         tables=entries.tables or {},
-        tokens=tokens,
-        sizes=entries.sizes,
+        tokens=most,
         scale=call.scale,
         softcap=call.softcap,
         sinks=call.sinks,
+        counts=tokens,
+        sizes=counts.sizes,
     )
-    choice = entries.reader.choose_rows(view)
+    if alike:
+        found, lists = entries.readers[0].choose(view), len(keys) * heads
+        pairs = lists * most if found.slots is None else found.slots.numel()
+        numbers = found.estimate * lists + pairs * pair
+        return _Chosen(found.slots, numbers, found.weight, found.rest, whole=True)
+    choice = entries.rows_reader.choose_rows(view)
     slots, weight = choice.slots, choice.weight
     lists = slots[0, ..., 0].numel()
     sparse = zip(choice.pairs.known, choice.estimate, dense, strict=True)
-    numbers = sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
+    numbers += sum(n * lists * pair + looked * heads for n, looked, alone in sparse if not alone)
     if every is not None:
         width = max(every.shape[2], slots.shape[-1])
         every, slots = widened(every, width), widened(slots, width)
@@ -361,7 +357,7 @@ def _choose_padded(
         slots = torch.where(of_lists, whole_rows, slots)
         weight = None if weight is None else torch.where(alone, 1.0, weight)
     full = every is None and choice.pairs.lowest >= slots.shape[-1]
-    return _Chosen(slots, numbers + sum(whole) * heads * pair, weight, choice.rest, full)
+    return _Chosen(slots, numbers, weight, choice.rest, full)
 
 
 def _attend_pairs(
@@ -375,21 +371,3 @@ def _attend_pairs(
         return weighted_values(call_weights(call, query, key, visible), value)
     mask = None if stands is None else stands[:, :, None]
     return packed_attention(query, key, value, mask, call.scale)
-
-
-def _choose(entries: IndexedEntries, call: Call, query: Tensor, keys: Tensor) -> _Chosen:
-    choice, lists = Choice(None), keys.shape[0] * keys.shape[1]
-    if not entries.dense:
-        view = ReadView(
-            query=query,
-            keys=entries.candidates(keys) if entries.index is None else keys,
-            tables=entries.tables or {},
-            tokens=entries.tokens,
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=call.sinks,
-        )
-        choice = entries.reader.choose(view)
-    pairs = lists * entries.tokens if choice.slots is None else choice.slots.numel()
-    numbers = choice.estimate * lists + pairs * (keys.shape[-1] + call.value.shape[-1])
-    return _Chosen(choice.slots, numbers, choice.weight, choice.rest, whole=True)

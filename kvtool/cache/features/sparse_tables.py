@@ -6,8 +6,8 @@ In a padded batch the tables of all sequences are side by side in the same tenso
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,122 +20,209 @@ from kvtool.policies.read.dry import step_bytes
 from kvtool.policies.read.rows import PerRow, RowsRead, last_of
 from kvtool.policies.read.view import Stored
 
-
-class Length(NamedTuple):
-    """How long a sequence is, and what reads it: as of `IndexedEntries`."""
-
-    reader: Read
-    budget: int
-    stored: int
-    tokens: int
+Sizes = dict[str, PerRow]
+"""Those of the reader of each sequence, by the names of its fields."""
 
 
 @dataclass
-class IndexedEntries:
-    """Batch entries of a layer that are read alike. Token j of each is in slot j.
+class Entries:
+    """Batch entries of a layer that are read together. Token j of each is in slot j.
+
+    Where they are `alike`, the numbers of one stand for all. Others differ in length.
 
     Attributes:
         rows: which of the layer's batch entries.
-        reader: with all its sizes.
+        readers: of each sequence, with all its sizes.
+        prompts: how many of its `tokens` there were when the prompt ended.
         budget: pairs of key and value; where all tokens fit, all are read.
-        prompt: how many of `tokens` there were when the prompt ended.
         stored: tokens that each sequence holds.
         tokens: of these, how many there are to choose from.
-        index: (rows, kv_heads, capacity) int64, the slots of those tokens; None: all that are
-            stored.
-        tables: the reader's; None while all tokens fit into the budget.
+        sizes: those of each sequence's reader; none where sequences are alike.
+        index: (rows, kv_heads, capacity) int64, the slots of those tokens, 0 beyond a sequence's
+            own; None: all that are stored.
+        tables: the readers', each axis as long as that of the longest sequence; None while all
+            tokens fit into the budget.
         basis: (kv_heads, head_dim, head_dim) of the layer, from the reader's file.
         capacity: slots that index and tables have grown with.
+        ahead: tokens of static steps that `stored` and `tokens` do not count yet.
     """
 
     rows: slice
-    reader: Read
-    budget: int
-    prompt: int
-    stored: int
-    tokens: int
+    readers: list[Read]
+    prompts: list[int]
+    budget: PerRow
+    stored: PerRow
+    tokens: PerRow
+    sizes: Sizes = field(default_factory=dict)
     index: Tensor | None = None
     tables: State | None = None
     basis: Tensor | None = None
     capacity: int = 0
+    ahead: int = 0
+
+    @classmethod
+    def side_by_side(cls, alone: list[Entries], device: torch.device) -> Entries:
+        """Put sequences that differ in length side by side, one of each, before tables are made."""
+        readers = [each.readers[0] for each in alone]
+        parts = [each.index for each in alone if each.index is not None]
+        budget, stored, tokens = (
+            PerRow.of([getattr(each, name).most for each in alone], device)
+            for name in ("budget", "stored", "tokens")
+        )
+        return cls(
+            slice(0, len(alone)),
+            readers,
+            [prompt for each in alone for prompt in each.prompts],
+            budget,
+            stored,
+            tokens,
+            _numbers(readers, device),
+            index=_side_by_side(parts) if parts else None,
+            basis=alone[0].basis,
+        )
 
     @property
-    def dense(self) -> bool:
-        """Whether the next step reads all tokens."""
-        return self.tokens <= self.budget
+    def alike(self) -> bool:
+        """Whether the numbers of one sequence stand for all."""
+        return self.tokens.alike
+
+    @property
+    def dense(self) -> list[bool]:
+        """Whether the next step reads all tokens of a sequence."""
+        pairs = zip(self.tokens.known, self.budget.known, strict=True)
+        return [tokens <= budget for tokens, budget in pairs]
 
     @property
     def longest(self) -> int:
-        """Slots that have stored tokens in the longest sequence: all are as long."""
-        return self.stored
+        """Slots that the longest sequence has stored tokens in."""
+        return self.stored.most + self.ahead
 
-    def lengths(self) -> list[Length]:
-        """Return how long sequences are, of which one stands for all."""
-        return [Length(self.reader, self.budget, self.stored, self.tokens)]
+    @property
+    def sparse(self) -> bool:
+        """Whether the next step chooses for a sequence, by tables that are there."""
+        pairs = zip(self.tokens.known, self.budget.known, strict=True)
+        return self.tables is not None and any(n + self.ahead >= most for n, most in pairs)
+
+    def count_token(self) -> None:
+        """Count a token that the layer has stored of each sequence, on the host alone."""
+        self.ahead += 1
+
+    def following(self, kv_heads: int) -> Tensor:
+        """Return the slots of the next tokens, (rows, kv_heads)."""
+        return self.stored.tensor[:, 0].expand(-1, kv_heads).contiguous()
+
+    def settle(self) -> None:
+        """Count on the device as well."""
+        if self.ahead:
+            self.stored, self.tokens = self.stored.plus(self.ahead), self.tokens.plus(self.ahead)
+            self.ahead = 0
 
     def tensors(self) -> list[Tensor]:
         """What takes memory."""
-        return _held(self.index, self.tables)
+        return [*([] if self.index is None else [self.index]), *(self.tables or {}).values()]
 
     @torch.no_grad()
     def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables of the layer's buffers, if not all tokens fit into the budget."""
-        if self.dense:
+        """Make the tables of all sequences, if one of them does not fit into its budget."""
+        if all(self.dense):
             return
-        with torch.inference_mode(False):
-            stored = Stored(self.candidates(keys), self.candidates(values), self.prompt, self.basis)
-            self.tables = self.reader.start(stored)
+        made: list[State] = []
+        counts = zip(self.readers, self.prompts, self.tokens.known, strict=True)
+        for row, (reader, prompt, tokens) in enumerate(counts):
+            own = slice(None) if self.alike else slice(row, row + 1)
+            index = None if self.index is None else self.index[own]
+            key, value = (_first(buffer[own], index, tokens) for buffer in (keys, values))
+            with torch.inference_mode(False):
+                made.append(reader.start(Stored(key, value, prompt, self.basis)))
+        self.tables = made[0]
+        if not self.alike:
+            names = list(made[0])
+            self.tables = {n: _side_by_side([tables.pop(n) for tables in made]) for n in names}
+        self.capacity = 0
 
     def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from: (rows, kv_heads, tokens, dim)."""
-        if self.index is None:
-            return buffer[:, :, : self.tokens]
-        return next(take_slots(self.index[..., : self.tokens], buffer))
+        """The tokens to choose from, of each sequence as many as the longest has."""
+        return _first(buffer, self.index, self.tokens.most)
+
+    @property
+    def rows_reader(self) -> RowsRead:
+        """One of the readers, which differ in their sizes alone and read all sequences at once."""
+        reader = self.readers[0]
+        assert isinstance(reader, RowsRead), "this reader reads rows one by one"
+        return reader
 
     @torch.no_grad()
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token behind the stored ones, of the layer's buffers."""
-        slot, at = self.stored, self.tokens
+        """Take in the token of each sequence behind those it has stored, of the layer's buffers."""
+        if self.ahead:
+            self.settle()
+        stored, at = self.stored, self.tokens
         if self.capacity != keys.shape[2]:
             self.make_room(keys.shape[2])
-        self.count_token()
-        if self.index is not None:
-            self.index[..., at] = slot
+        self.stored, self.tokens = stored.plus(1), at.plus(1)
+        slot, place = stored.tensor, at.tensor
+        if isinstance(slot, int):  # of all
+            if self.index is not None:
+                self.index[..., place] = slot
+            if self.tables is not None:
+                self.readers[0].append(self.tables, keys[:, :, slot], values[:, :, slot], place)
+        else:
+            slots = slot.expand(-1, keys.shape[1], 1)
+            self.append_rows(keys, values, slots, self.tokens, self.sizes)
         if self.tables is None:
             self.build(keys, values)
-            self.make_room(keys.shape[2])
-        else:
-            self.reader.append(self.tables, keys[:, :, slot], values[:, :, slot], at)
+
+    @torch.no_grad()
+    def append_rows(
+        self, keys: Tensor, values: Tensor, slot: Tensor, tokens: PerRow, sizes: Sizes
+    ) -> None:
+        """Take in the last of the tokens, which is in a slot: (rows, kv_heads, 1) int64."""
+        if self.index is not None:
+            put_column(self.index[:, :, None], slot, last_of(tokens))
+        if self.tables:
+            place = slot[..., None]
+            key, value = (
+                buffer.gather(2, place.expand(*slot.shape, buffer.shape[-1]))[:, :, 0]
+                for buffer in (keys, values)
+            )
+            self.rows_reader.append_rows(self.tables, key, value, tokens, sizes)
 
     def make_room(self, capacity: int) -> list[int]:
         """Let index and tables grow with the layer's slots, and return what they can hold then."""
-        self.capacity = capacity
-        room = self.tokens + capacity - self.stored
+        counts = zip(self.tokens.known, self.stored.known, strict=True)
+        rooms = [tokens + capacity - stored for tokens, stored in counts]
         if self.index is not None:
-            self.index = with_columns(self.index, room)
+            self.index = with_columns(self.index, max(rooms))
         if self.tables is not None:
-            for name, count in self.reader.columns(room).items():
-                self.tables[name] = with_columns(self.tables[name], count)
-        return [room]
+            for reader, room in zip(self.readers, rooms, strict=True):
+                for name, count in reader.columns(room).items():
+                    self.tables[name] = with_columns(self.tables[name], count)
+        self.capacity = capacity
+        return rooms
 
-    def count_token(self) -> None:
-        """Count a token that the layer has stored."""
-        self.stored, self.tokens = self.stored + 1, self.tokens + 1
-
-    def of_entry(self, row: int, rows: slice) -> IndexedEntries:
-        """A copy for one of the sequences, which goes its own way as `rows` of another batch."""
-        return self.mapped(lambda t: t[row : row + 1].clone(), rows)
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> IndexedEntries:
+    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> Entries:
         """The same for other batch entries, which `change` brings about."""
+        self.settle()
+        own: dict[str, Any] = {}
+        if not self.alike:
+            order = change(torch.arange(len(self.readers))).tolist()
+
+            def moved(numbers: PerRow) -> PerRow:
+                return PerRow([numbers.known[old] for old in order], change(numbers.tensor))
+
+            for name in ("readers", "prompts"):
+                own[name] = [getattr(self, name)[old] for old in order]
+            for name in ("budget", "stored", "tokens"):
+                own[name] = moved(getattr(self, name))
+            own["sizes"] = {name: moved(size) for name, size in self.sizes.items()}
         tables = self.tables and {name: change(table) for name, table in self.tables.items()}
         index = None if self.index is None else change(self.index)
-        return replace(self, rows=rows, tables=tables, index=index)
+        return replace(self, rows=rows, tables=tables, index=index, **own)
 
 
-def _numbers(readers: list[Read], device: torch.device) -> dict[str, PerRow]:
+def _numbers(readers: list[Read], device: torch.device) -> Sizes:
     """Find the fields of readers that are whole numbers."""
-    names = [field.name for field in fields(readers[0])]  # type: ignore[arg-type]
+    names = [each.name for each in fields(readers[0])]  # type: ignore[arg-type]
     sizes = {name: [getattr(reader, name) for reader in readers] for name in names}
     return {
         name: PerRow.of(own, device)
@@ -174,168 +261,6 @@ def with_columns(table: Tensor, count: int) -> Tensor:
     return longer
 
 
-@dataclass
-class PaddedEntries:
-    """Batch entries of a layer that differ in length and are read together.
-
-    Attributes:
-        alone: what each sequence would be by itself, without its index and tables.
-        rows: which of the layer's batch entries.
-        budget, stored, tokens: as of `IndexedEntries`, of each sequence.
-        sizes: those of each sequence's reader.
-        index: (rows, kv_heads, capacity) int64, as there, 0 beyond a sequence's own; None: all.
-        tables: each axis as long as that of the longest sequence; None while all sequences are
-            dense.
-        capacity: slots that the tables can hold.
-        ahead: tokens of static steps that `stored` and `tokens` do not count yet.
-    """
-
-    alone: list[IndexedEntries]
-    rows: slice
-    budget: PerRow
-    stored: PerRow
-    tokens: PerRow
-    sizes: dict[str, PerRow]
-    index: Tensor | None = None
-    tables: State | None = None
-    capacity: int = 0
-    ahead: int = 0
-
-    @classmethod
-    def of(cls, alone: list[IndexedEntries], device: torch.device) -> PaddedEntries:
-        """Put sequences side by side."""
-        parts = [each.index for each in alone if each.index is not None]
-        return cls(
-            [replace(each, index=None) for each in alone],
-            slice(0, len(alone)),
-            PerRow.of([each.budget for each in alone], device),
-            PerRow.of([each.stored for each in alone], device),
-            PerRow.of([each.tokens for each in alone], device),
-            _numbers([each.reader for each in alone], device),
-            index=_side_by_side(parts) if parts else None,
-        )
-
-    @property
-    def reader(self) -> RowsRead:
-        """One of the readers, which differ in their sizes alone."""
-        reader = self.alone[0].reader
-        assert isinstance(reader, RowsRead), "this reader reads rows one by one"
-        return reader
-
-    @property
-    def dense(self) -> list[bool]:
-        """Whether the next step reads all tokens of a sequence."""
-        pairs = zip(self.tokens.known, self.budget.known, strict=True)
-        return [tokens <= budget for tokens, budget in pairs]
-
-    @property
-    def longest(self) -> int:
-        """Slots that the longest sequence has stored tokens in."""
-        return self.stored.most + self.ahead
-
-    def lengths(self) -> list[Length]:
-        """Return how long each sequence is."""
-        counts = zip(self.alone, self.stored.known, self.tokens.known, strict=True)
-        return [
-            Length(each.reader, each.budget, stored + self.ahead, tokens + self.ahead)
-            for each, stored, tokens in counts
-        ]
-
-    def count_token(self) -> None:
-        """Count a token that the layer has stored of each sequence, on the host alone."""
-        self.ahead += 1
-
-    def following(self, kv_heads: int) -> Tensor:
-        """Return the slots of the next tokens, (rows, kv_heads)."""
-        return self.stored.tensor[:, 0].expand(-1, kv_heads).contiguous()
-
-    def settle(self) -> None:
-        """Count on the device as well."""
-        if self.ahead:
-            self.stored, self.tokens = self.stored.plus(self.ahead), self.tokens.plus(self.ahead)
-            self.ahead = 0
-
-    def tensors(self) -> list[Tensor]:
-        """What takes memory."""
-        return _held(self.index, self.tables)
-
-    @torch.no_grad()
-    def build(self, keys: Tensor, values: Tensor) -> None:
-        """Make the tables of all sequences, if one of them does not fit into its budget."""
-        if all(self.dense):
-            return
-        made: list[State] = []
-        counts = zip(self.alone, self.tokens.known, strict=True)
-        for row, (each, tokens) in enumerate(counts):
-            own = slice(row, row + 1)
-            index = None if self.index is None else self.index[own]
-            entry = replace(each, budget=-1, tokens=tokens, index=index)  # not even of no tokens
-            entry.build(keys[own], values[own])
-            made.append(entry.tables or {})
-        self.tables = {
-            name: _side_by_side([tables.pop(name) for tables in made]) for name in list(made[0])
-        }
-        self.capacity = 0
-
-    def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from, of each sequence as many as the longest has."""
-        if self.index is None:
-            return buffer[:, :, : self.tokens.most]
-        return next(take_slots(self.index[..., : self.tokens.most], buffer))
-
-    @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor) -> None:
-        """Take in the token of each sequence behind those it has stored."""
-        self.settle()
-        slot, at = self.stored.tensor.expand(-1, keys.shape[1], 1), self.tokens.tensor
-        if self.capacity != keys.shape[2]:
-            self.make_room(keys.shape[2])
-        if self.index is not None:
-            self.index.scatter_(2, at.expand_as(slot), slot)
-        self.stored, self.tokens = self.stored.plus(1), self.tokens.plus(1)
-        if self.tables is None:
-            self.build(keys, values)
-            return
-        key, value = (_token(buffer, slot) for buffer in (keys, values))
-        self.reader.append_rows(self.tables, key, value, self.tokens, self.sizes)
-
-    def make_room(self, capacity: int) -> list[int]:
-        """Let index and tables grow as the buffers have, and return what they can hold then."""
-        counts = zip(self.tokens.known, self.stored.known, strict=True)
-        rooms = [tokens + capacity - stored for tokens, stored in counts]
-        if self.index is not None:
-            self.index = with_columns(self.index, max(rooms))
-        if self.tables is not None:
-            for each, room in zip(self.alone, rooms, strict=True):
-                for name, count in each.reader.columns(room).items():
-                    self.tables[name] = with_columns(self.tables[name], count)
-        self.capacity = capacity
-        return rooms
-
-    def mapped(self, change: Callable[[Tensor], Tensor], rows: slice) -> PaddedEntries:
-        """The same for other batch entries, which `change` brings about."""
-        self.settle()
-        order = change(torch.arange(len(self.alone))).tolist()
-
-        def moved(numbers: PerRow) -> PerRow:
-            return PerRow([numbers.known[old] for old in order], change(numbers.tensor))
-
-        return PaddedEntries(
-            [self.alone[old] for old in order],
-            rows,
-            moved(self.budget),
-            moved(self.stored),
-            moved(self.tokens),
-            {name: moved(size) for name, size in self.sizes.items()},
-            None if self.index is None else change(self.index),
-            self.tables and {name: change(table) for name, table in self.tables.items()},
-        )
-
-
-Entries = IndexedEntries | PaddedEntries
-"""Batch entries of a layer and their tables."""
-
-
 class Clock:
     """How many tokens there are in a static step, for all layers that have as many.
 
@@ -348,14 +273,14 @@ class Clock:
         dense: for each sequence, whether the steps may begin with one that reads all its tokens.
     """
 
-    def __init__(self, lengths: list[Length], most: list[int], seen: int, device: torch.device):
-        readers, tokens = [each.reader for each in lengths], [each.tokens for each in lengths]
-        self.sizes = _numbers(readers, device)
+    def __init__(self, of: Entries, most: list[int], seen: int, device: torch.device):
+        self.sizes = _numbers(of.readers, device)
         if "page" in self.sizes:  # a page that is not whole may be read as far as it could reach
             pages = self.sizes["page"].known
             most = [-(-own // page) * page for own, page in zip(most, pages, strict=True)]
-        self.most, self.budget = most, PerRow.of([each.budget for each in lengths], device)
-        self.dense = [each.tokens < each.budget for each in lengths]
+        tokens, budget = of.tokens.known, of.budget.known
+        self.most, self.budget = most, PerRow.of(budget, device)
+        self.dense = [own < pairs for own, pairs in zip(tokens, budget, strict=True)]
         k = self.sizes["k"].most if "k" in self.sizes else 0
         self._floor = k if min(tokens) >= k else 0  # a number that caches of a kind have in common
         self._unseen = PerRow.of([seen - count for count in tokens], device).tensor
@@ -382,7 +307,7 @@ class FixedEntries:
     """Batch entries in steps that change nothing but contents of tensors.
 
     Attributes:
-        of: whose reader, rows, index and tables these are.
+        of: these entries.
         capacity: slots of the layer.
         clock: shared with all layers that have as many tokens.
     """
@@ -391,53 +316,35 @@ class FixedEntries:
         self, of: Entries, seen: int, capacity: int, device: torch.device, clocks: dict[Any, Any]
     ) -> None:
         self.of, self.capacity = of, capacity
-        self.most, lengths = of.make_room(capacity), of.lengths()
-        assert isinstance(of.reader, RowsRead), "a static step was not allowed"
-        self.reader, self.rows = of.reader, of.rows
-        self.index, self.tables = of.index, of.tables or {}
-        kind = (device, seen, *self.most, *lengths)
+        of.settle()
+        self._most = most = of.make_room(capacity)
+        kind = (device, seen, *most, *of.readers, *of.budget.known, *of.tokens.known)
         if kind not in clocks:
-            clocks[kind] = Clock(lengths, self.most, seen, device)
-        self.clock = clock = clocks[kind]
-        self.sizes, self.budget, self.dense = clock.sizes, clock.budget, clock.dense
+            clocks[kind] = Clock(of, most, seen, device)
+        self.clock: Clock = clocks[kind]
         self._pairs: float | None = None
 
     def pairs_read(self, keys: Tensor, values: Tensor, heads: int) -> float:
         """Count the pairs that a step has read of a row and KV head, empty slots included."""
         if self._pairs is None:
             layer = HeadSizes(keys.shape[1], heads, keys.shape[-1], values.shape[-1], itemsize=2)
-            lengths = self.of.lengths()
-            rows = zip(lengths, self.most, strict=True)
-            read = sum(step_bytes(each.reader, layer, most) for each, most in rows)
+            readers = self.of.readers
+            rows = zip(readers, self._most, strict=True)
+            read = sum(step_bytes(reader, layer, most) for reader, most in rows)
             pair = layer.kv_heads * (layer.key_dim + layer.value_dim) * layer.itemsize
-            self._pairs = read / (pair * len(lengths))
+            self._pairs = read / (pair * len(readers))
         return self._pairs
 
     def stationary(self) -> list[Tensor]:
         """Return what a static step reads or writes, where it is."""
         return [*self.of.tensors(), *self.clock.stationary()]
 
-    def candidates(self, buffer: Tensor) -> Tensor:
-        """The tokens to choose from, of each sequence as many as there may be."""
-        return buffer if self.index is None else next(take_slots(self.index, buffer))
 
-    @torch.no_grad()
-    def append(self, keys: Tensor, values: Tensor, slot: Tensor, tokens: PerRow) -> None:
-        """Take in the last of the tokens, which is in a slot: (rows, kv_heads, 1) int64."""
-        if self.index is not None:
-            put_column(self.index[:, :, None], slot, last_of(tokens))
-        if self.tables:
-            key, value = (_token(buffer, slot) for buffer in (keys, values))
-            self.reader.append_rows(self.tables, key, value, tokens, self.sizes)
-
-
-def _held(index: Tensor | None, tables: State | None) -> list[Tensor]:
-    return [*([] if index is None else [index]), *(tables or {}).values()]
-
-
-def _token(buffer: Tensor, slot: Tensor) -> Tensor:
-    """The content of one slot of each sequence and head, (rows, kv_heads, dim)."""
-    return buffer.gather(2, slot[..., None].expand(*slot.shape, buffer.shape[-1]))[:, :, 0]
+def _first(buffer: Tensor, index: Tensor | None, tokens: int) -> Tensor:
+    """The first tokens to choose from: (rows, kv_heads, tokens, dim)."""
+    if index is None:
+        return buffer[:, :, :tokens]
+    return next(take_slots(index[..., :tokens], buffer))
 
 
 def _side_by_side(rows: Sequence[Tensor]) -> Tensor:

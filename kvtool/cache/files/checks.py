@@ -20,7 +20,7 @@ from kvtool.cache.slots.slot_form import RANGES
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.settings import RopeLengths
 from kvtool.errors import KvtoolError
-from kvtool.maths.quantise import MOST_EXPONENT
+from kvtool.maths.quantise import MOST_EXPONENT, are_centred
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.numbers import SHIFT
@@ -147,21 +147,34 @@ def _check_stored(
         if side is None:
             file.take(f"{name}.{kind}s", (*sizes, dim), dtype)
         else:
-            _check_codes(file, side, f"{name}.{kind}", sizes, dim)
+            signs = kind == "key" and side.kernel_form is not None
+            _check_codes(file, side, f"{name}.{kind}", sizes, dim, signs)
     if codec is not None and any(f"{name}.{own}" in file.left for own in RANGES):
         channels = (*sizes[:2], 1, shape.key_dim)
         file.take(f"{name}.{RANGES[0]}", channels, torch.float16)
-        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, 0, MOST_EXPONENT)
+        file.take(f"{name}.{RANGES[1]}", channels, torch.int8, -MOST_EXPONENT, MOST_EXPONENT)
 
 
 def _check_codes(
-    file: FileTensors, codec: Codec, name: str, sizes: tuple[int, int, int | None], dim: int
+    file: FileTensors,
+    codec: Codec,
+    name: str,
+    sizes: tuple[int, int, int | None],
+    dim: int,
+    signs: bool,
 ) -> None:
-    """Check the codes and scales of keys or values."""
+    """Check the codes and scales of keys or values.
+
+    Args:
+        signs: whether the scales of a vector may all have a sign.
+    """
     codes, scales = codec.encode(torch.zeros(dim, dtype=torch.float32))
     low = -127 if codes.dtype == torch.int8 else None
     file.take(f"{name}s", (*sizes, len(codes)), codes.dtype, low)
-    file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, 0)
+    low = None if signs else 0
+    found = file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, low)
+    if signs and not torch.equal(are_centred(found).expand_as(found), ~found.signbit()):
+        raise file.bad(f"{name}_scales", "have different signs in one vector")
 
 
 def _check_budget(

@@ -41,6 +41,8 @@ class Ragged(Protocol):
 
     def sorted_slots(self) -> Slots: ...
 
+    def taken(self, chosen: Tensor, positions: Tensor, state: State) -> Slots: ...
+
     def split_again(self, layer: Any) -> None: ...
 
     def whole_form(self, form: Form) -> Form: ...
@@ -336,6 +338,8 @@ class SlotBuffers(SlotMemory):
             self.stored[name][:, :, :count] = part
         self.positions[:, :, :count] = slots.positions
         for name, number in slots.state.items():
+            if name not in self.state:
+                self.add_number(name)
             self.state[name][:, :, :count] = number
         if count < self.positions.shape[2]:
             self.positions[:, :, count:].fill_(-1)

@@ -119,11 +119,14 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         """Take in the keys and values of a block; they are stored when it has been attended.
 
         Returns:
-            Keys and values to attend to: of the kept slots, and the block behind them.
+            Keys and values to attend to: of the kept slots, and the block behind them; of heads
+            that are read apart the block alone.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.unattended = True
+        if self.reads_apart:
+            return key_states, value_states
         self.compact()
         return self.slots.joined(key_states, value_states)
 
@@ -373,8 +376,15 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         else:
             self.slots.compact()
 
+    @property
+    def reads_apart(self) -> bool:
+        """Whether a block goes to the buckets as they are: a prompt is read that is cut again."""
+        return self.ragged is not None and self.sizing.growth.exact and self.slots.kv_heads > 1
+
     def hold_ragged(self, ragged: Ragged) -> None:
         """Keep the tokens in buckets of heads, in place of the layer's own slots."""
+        for bucket in [] if self.ragged is None else self.ragged.buckets:
+            bucket.slots.drop()
         self.slots.clear()
         self.slots.set_form(self.slots.form.reindexed(lambda tensor: tensor[:0]))
         self.ragged = ragged

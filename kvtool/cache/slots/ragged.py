@@ -7,7 +7,7 @@ bucket by bucket. A block of a prompt sees all heads side by side again, while i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from kvtool.cache.slots.buffers import Slots
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.part import Lanes
-from kvtool.cache.slots.sizing import LayerBudget
-from kvtool.cache.slots.slot_form import CodedForm, Form
+from kvtool.cache.slots.sizing import LayerBudget, State
+from kvtool.cache.slots.slot_form import CodedForm, Form, take_stored
 from kvtool.maths.quantise import ChannelRanges
 from kvtool.policies.allocate.problem import UNLIMITED
 
@@ -43,6 +43,15 @@ class RaggedBuffers:
         """Bring what belongs to heads, (batch, kv_heads, ..), into the order of the buckets."""
         return tensor.flatten(0, 1).index_select(0, self.order)
 
+    @property
+    def entries(self) -> Tensor:
+        """The batch entry of each lane, in the order of the buckets."""
+        return self.order // self.kv_heads
+
+    def split(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Split (lanes, ..) in the order of the buckets by bucket."""
+        return tensor.split([bucket.batch_size for bucket in self.buckets])
+
     def put_back(self, tensor: Tensor) -> Tensor:
         """Bring (lanes, ..) in the order of the buckets back to (batch, kv_heads, ..)."""
         return tensor.index_select(0, self.back).unflatten(0, (-1, self.kv_heads))
@@ -50,6 +59,25 @@ class RaggedBuffers:
     def stored_positions(self) -> Tensor:
         """Positions side by side, -1 = empty or about to be overwritten."""
         return self._beside([bucket.stored_positions() for bucket in self.buckets], -1)
+
+    def state(self) -> State:
+        """Return the numbers of the used slots, side by side."""
+        states = [bucket.slots.used_slots().state for bucket in self.buckets]
+        return {name: self._beside([each[name] for each in states], 0) for name in states[0]}
+
+    def taken(self, chosen: Tensor, positions: Tensor, state: State) -> Slots:
+        """Copy some slots of all lanes, whose own are in ascending position.
+
+        Args:
+            chosen: (batch, kv_heads, count) indices into the used slots side by side.
+            positions, state: of the chosen ones.
+        """
+        parts = []
+        for bucket, own in zip(self.buckets, self.split(self.pick(chosen)), strict=True):
+            index = own[:, None].clamp(max=max(0, bucket.slots.used - 1))
+            parts.append(take_stored(bucket.slots.used_stored(), index))
+        stored = {name: self._beside([part[name] for part in parts], 0) for name in parts[0]}
+        return Slots(stored, positions, state)
 
     def sorted_slots(self) -> Slots:
         """Copies of what all lanes hold, in ascending position, as wide as the fullest."""
@@ -110,15 +138,15 @@ def to_ragged(layer: SlotLayer, slots: Slots) -> None:
     # a bucket has slots for its largest budget, so lanes that grow without end are apart
     growing = [lane for lane, budget in enumerate(budgets) if budget >= UNLIMITED]
     limited = [lane for lane, budget in enumerate(budgets) if budget < UNLIMITED]
-    buckets, order = [], []
-    exact = layer.sizing.meter.promised
+    buckets, order, whole = [], [], layer.form
+    exact = layer.sizing.meter.promised or layer.sizing.growth.exact
     for lanes in _bins(growing, needs, exact) + _bins(limited, needs, exact):
         index = torch.tensor(lanes, device=slots.positions.device)
         uneven = len({(filled[lane], budgets[lane]) for lane in lanes}) > 1
         width = max(filled[lane] for lane in lanes)
         own = _lanes(slots, index, heads, width)
         budget = LayerBudget.of([budgets[lane] for lane in lanes], index.device)
-        form = _form_of_lanes(layer.slots.form, index, heads)
+        form = _form_of_lanes(whole, index, heads)
         whose = Lanes(index // heads, index % heads, heads)
         buckets.append(_bucket(layer, own, budget, whose, form, uneven=uneven))
         order += lanes
@@ -169,6 +197,7 @@ def _bucket(
         bucket.count_from(seen, torch.full((len(entries),), seen, device=entries.device))
     else:
         bucket.count_from(layer.seen, None)
+    bucket.grow_exactly(layer.sizing.growth.exact)
     bucket.slots.replace(slots)
     return bucket
 

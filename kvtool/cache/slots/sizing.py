@@ -233,6 +233,10 @@ class SlotMemory:
         """Say which of all KV heads are here."""
         self.heads = heads
 
+    def add_number(self, name: str) -> None:
+        """Have one more number beside each slot, 0 so far."""
+        self.state[name] = _zeros(self.positions, tuple(self.positions.shape), torch.float32)
+
     # ---- growing and shrinking
 
     def set_growth(self, growth: Growth) -> None:

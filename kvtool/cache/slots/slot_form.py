@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from kvtool.errors import KvtoolError
-from kvtool.maths.quantise import FEWEST, ChannelRanges, RandomRotation, channel_ranges, lost_share
+from kvtool.maths.quantise import (
+    FEWEST,
+    ChannelRanges,
+    RandomRotation,
+    are_centred,
+    channel_ranges,
+    lost_share,
+    with_signs,
+)
 from kvtool.maths.selection import take
 from kvtool.policies.codec.codec import Codec
 
@@ -115,7 +123,7 @@ class CodedForm(Form):
         sides: the codecs of keys and of values.
         rotations: of keys and of values, before they are rounded; None: there are none.
         ranges: of the channels of keys, by the first block of each text.
-        shifted: whether any of these changes anything.
+        shifted: whether any of these is known.
     """
 
     codec: Codec
@@ -162,9 +170,9 @@ class CodedForm(Form):
         mask = empty[:, None, None, None]
         pairs = zip(found, self.ranges, strict=True)
         ranges = ChannelRanges(*(torch.where(mask, own, old) for own, old in pairs))
-        moved = (ranges.centre != 0) | (ranges.exponent != 0)
-        form = self.with_ranges(ranges, shifted=bool(moved.any()))
-        if int(valid.sum(1).max()) >= FEWEST:
+        enough = int(valid.sum(1).max()) >= FEWEST
+        form = self.with_ranges(ranges, shifted=enough or self.shifted)
+        if enough:
             form._check(layer, keys[:, :, -_MOST:].detach(), values[:, :, -_MOST:].detach())
         return form
 
@@ -187,8 +195,10 @@ class CodedForm(Form):
                 )
 
     def quantise(self, keys: Tensor, values: Tensor) -> Stored:
+        centred = None
         if self.shifted:
-            keys, values = self.ranges.narrow(keys), values.float()
+            keys, centred = self.ranges.narrow(keys, choose=self._signs)
+            values = values.float()
         of_keys, of_values = self.sides
         if of_keys is of_values and keys.shape == values.shape:  # both at once, rotated alike
             codes, scales = of_keys.encode(_rotated(torch.stack([keys, values]), self.rotations[0]))
@@ -199,7 +209,7 @@ class CodedForm(Form):
         return {
             "keys": key_codes,
             "values": value_codes,
-            "key_scales": key_scales,
+            "key_scales": key_scales if centred is None else with_signs(key_scales, centred),
             "value_scales": value_scales,
         }
 
@@ -217,7 +227,19 @@ class CodedForm(Form):
         )
 
     def dequantise_keys(self, stored: Stored) -> Tensor:
-        return self._rotated_back(self.rounded_keys(stored), 0)
+        keys = _rotated_back(self.rounded_keys(stored), self.rotations[0])
+        if self.shifted:
+            keys = self.ranges.widen(keys, self.centred(stored))
+        return keys.to(self.sample[0].dtype)
+
+    @property
+    def _signs(self) -> bool:
+        """Whether signs of scales say which keys are centred; a codec of one's own may use them."""
+        return self.sides[0].kernel_form is not None
+
+    def centred(self, stored: Stored) -> Tensor | None:
+        """Mark the keys that are centred: bool (batch, kv_heads, slots, 1); None: all are."""
+        return are_centred(stored["key_scales"]) if self._signs else None
 
     def rotated_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is multiplied with the rounded keys in place of a query, and what is missing.
@@ -226,7 +248,8 @@ class CodedForm(Form):
             query: (batch, kv_heads, group, 1, dim) float32.
 
         Returns:
-            The same shape, and (batch, kv_heads, group, 1, 1) to add to all products; None: 0.
+            The same shape, and (batch, kv_heads, group, 1, 1) to add to the products with keys
+            that are `centred`; None: 0.
         """
         constant, rotation = None, self.rotations[0]
         if self.shifted:
@@ -234,7 +257,8 @@ class CodedForm(Form):
         return (query if rotation is None else rotation.rotate(query)), constant
 
     def dequantise_values(self, stored: Stored) -> Tensor:
-        return self._rotated_back(self.rounded_values(stored), 1)
+        values = _rotated_back(self.rounded_values(stored), self.rotations[1])
+        return values.to(self.sample[1].dtype)
 
     def rounded_keys(self, stored: Stored) -> Tensor:
         """Return the keys as they have been rounded, narrowed and rotated: float32."""
@@ -243,13 +267,6 @@ class CodedForm(Form):
     def rounded_values(self, stored: Stored) -> Tensor:
         """Return the values as they have been rounded, rotated: float32."""
         return self.sides[1].decode(stored["values"], stored["value_scales"])
-
-    def _rotated_back(self, vectors: Tensor, which: int) -> Tensor:
-        rotation = self.rotations[which]
-        back = vectors if rotation is None else rotation.rotate_back(vectors)
-        if which == 0 and self.shifted:
-            back = self.ranges.widen(back)
-        return back.to(self.sample[which].dtype)
 
 
 def make_form(codec: Codec | None, layer: int, keys: Tensor, values: Tensor) -> Form:
@@ -279,6 +296,10 @@ def _behind(stored: Stored, block: Tensor, dequantise: Callable[[Stored], Tensor
 
 def _rotated(vectors: Tensor, rotation: RandomRotation | None) -> Tensor:
     return vectors if rotation is None else rotation.rotate(vectors)
+
+
+def _rotated_back(vectors: Tensor, rotation: RandomRotation | None) -> Tensor:
+    return vectors if rotation is None else rotation.rotate_back(vectors)
 
 
 def _empty(like: Tensor) -> Tensor:

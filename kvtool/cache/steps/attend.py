@@ -83,7 +83,11 @@ def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> 
             keys = call.place_keys(form.dequantise_keys(part), own).float()
         parts.append(dot_products(grouped, keys))
     products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
-    return products if constant is None else products + constant
+    if constant is None:
+        return products
+    centred = form.centred(stored)
+    added = constant if centred is None else centred.mT[:, :, None] * constant
+    return products + added
 
 
 def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:

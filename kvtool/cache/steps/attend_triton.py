@@ -6,13 +6,11 @@ What it computes is what `explicit_block`, or explicit weights of a decoded toke
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtool.cache.slots.buffers import SlotBuffers
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.slot_form import CodedForm
 from kvtool.cache.steps.block import Block
@@ -32,20 +30,27 @@ def can_count(layer: SlotLayer, call: Call, family: Family) -> bool:
 
 
 def can_run(
-    call: Call, family: Family, window: int | None = None, *, operator: bool = False
+    call: Call,
+    family: Family,
+    window: int | None = None,
+    *,
+    value_dim: int | None = None,
+    operator: bool = False,
 ) -> bool:
-    """Whether kernels can run the call: a block (`ROWS`) or a decoded token (`SLOTS`).
+    """Whether kernels can run the call: a block (`ROWS`) or a decoded token.
 
     `eager` asks for plain torch, unless transformers has nothing else for the model's attention.
 
     Args:
+        value_dim: of a value, where the call has its codes.
         operator: whether the kernels are asked as an operator of torch in a compiled step.
     """
-    return not _plain_asked(call) and trust.usable(
+    plain_asked = call.context.kernel == "eager" and call.softcap is call.sinks is None
+    return not plain_asked and trust.usable(
         family,
         call.query,
         group=call.query.shape[1] // call.key.shape[1],
-        value_dim=call.value.shape[-1],
+        value_dim=value_dim or call.value.shape[-1],
         softcap=call.softcap is not None,
         sinks=call.sinks is not None,
         window=window is not None and family is Family.ROWS,
@@ -61,38 +66,20 @@ def can_count_codes(layer: SlotLayer, call: Call) -> bool:
     form = layer.slots.form
     if not isinstance(form, CodedForm) or form.kernel_forms not in CODES:
         return False
-    if form.shifted and not (call.softcap is call.sinks is None):
-        return False  # what a shift adds to all products matters only there
     if layer.policy.observes_rows or call.place_keys is not None:
         return False
-    return bool(layer.parts.kernel) if torch.compiler.is_compiling() else _codes_usable(form, call)
-
-
-def _codes_usable(form: CodedForm, call: Call) -> bool:
-    value_dim = form.sample[1].shape[-1]
-    return not _plain_asked(call) and trust.usable(
-        CODES[form.kernel_forms],
-        call.query,
-        group=call.query.shape[1] // call.raw_key.shape[1],
-        value_dim=value_dim,
-        softcap=call.softcap is not None,
-        sinks=call.sinks is not None,
-    )
+    if torch.compiler.is_compiling():
+        return bool(layer.parts.kernel)
+    return can_run(call, CODES[form.kernel_forms], value_dim=form.sample[1].shape[-1])
 
 
 def may_attend(layer: SlotLayer, call: Call) -> bool:
     """Whether kernels can attend the decoded tokens of static steps, which are like this call."""
     if layer.chunked or layer.policy.observes_rows or call.key is not call.raw_key:
         return False
-    form = layer.slots.form
-    if isinstance(form, CodedForm):
-        return form.kernel_forms in CODES and _codes_usable(form, call)
+    if isinstance(layer.slots.form, CodedForm):
+        return can_count_codes(layer, call)
     return can_run(call, Family.SLOTS)
-
-
-def _plain_asked(call: Call) -> bool:
-    """Whether plain torch is asked for, where transformers has a choice."""
-    return call.context.kernel == "eager" and call.softcap is None and call.sinks is None
 
 
 def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> Tensor:
@@ -174,32 +161,29 @@ def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
     Returns:
         The output, and the weights if the policy ranks slots by them.
     """
-    slots = layer.slots
-    positions = slots.positions[:, :, : slots.used] if layer.masked else None
-    valid = None if call.positions is None else call.positions >= 0
-    ranked = layer.policy.ranking.evidence is Evidence.LAST_ROWS
-    how = _how(call, len(call.query)) | {
-        "valid": None if valid is None else valid[:, 0],
-        "weights": ranked and decode_needs_rows(layer),
-    }
+    positions = layer.slots.positions[:, :, : layer.slots.used] if layer.masked else None
+    valid = None if call.positions is None else call.positions[:, 0] >= 0
+    how = _how(call, len(call.query)) | {"valid": valid, "weights": _ranks_by_weights(layer)}
     if layer.attends_codes:
-        out, weights = _over_codes(slots, call, positions, layer.policy.columns, how)
-    else:
-        from kvtool.kernels.attend_slots import attend_slots
+        return _counted(layer, call, *_over_codes(layer, call, positions, how))
+    from kvtool.kernels.attend_slots import attend_slots
 
-        state = used_state(layer)
-        sums = {name: state[name] for name in layer.policy.columns}
-        out, weights = attend_slots(call.query, call.key, call.value, positions, sums, **how)
-    return _counted(layer, out, weights, valid)
+    state = used_state(layer)
+    sums = {name: state[name] for name in layer.policy.columns}
+    found = attend_slots(call.query, call.key, call.value, positions, sums, **how)
+    return _counted(layer, call, *found)
 
 
-def _counted(
-    layer: SlotLayer, out: Tensor, weights: Tensor | None, valid: Tensor | None
-) -> AttendedToken:
+def _ranks_by_weights(layer: SlotLayer) -> bool:
+    return layer.policy.ranking.evidence is Evidence.LAST_ROWS and decode_needs_rows(layer)
+
+
+def _counted(layer: SlotLayer, call: Call, out: Tensor, weights: Tensor | None) -> AttendedToken:
     """Give the policy the weights, (batch, heads, slots), if it ranks by them."""
-    if weights is None:
+    if weights is None or not _ranks_by_weights(layer):
         return AttendedToken(out, counted=True)
     slots, visible = layer.slots, None
+    valid = None if call.positions is None else call.positions >= 0
     if layer.masked:
         visible = (slots.positions[:, :, : slots.used] >= 0)[:, :, None]
     grouped = weights.view(len(weights), slots.kv_heads, -1, 1, weights.shape[-1])
@@ -216,14 +200,12 @@ def write_and_attend(layer: SlotLayer, call: Call) -> AttendedToken:
     slots, policy, new = layer.slots, layer.policy, layer.take_unwritten()
     assert new is not None, "a token is to be written"
     assert new.place is not None, "it is counted"
-    wanted = policy.ranking.evidence is Evidence.LAST_ROWS and decode_needs_rows(layer)
     how, choice = _how(call, len(call.query)), choice_in_numbers(layer)
     by, by_values, limits = choice or ("", False, [])
     counted = layer.lengths if layer.lengths is not None else layer.seen_device
-    buffers = [slots.keys, slots.values, slots.positions, slots.next_slot()]
     out, weights = decode_token(
         call.query,
-        buffers,
+        [slots.keys, slots.values, slots.positions, slots.next_slot()],
         [slots.state[name] for name in policy.columns],
         [new.key, new.value, new.place],
         how.pop("sinks"),
@@ -231,7 +213,7 @@ def write_and_attend(layer: SlotLayer, call: Call) -> AttendedToken:
         names=" ".join(policy.columns),
         used=slots.used,
         masked=layer.padded,
-        weights=wanted,
+        weights=_ranks_by_weights(layer),
         appends=slots.reserved is not None,
         score=by,
         by_values=by_values,
@@ -240,39 +222,36 @@ def write_and_attend(layer: SlotLayer, call: Call) -> AttendedToken:
     )
     if choice is not None:
         return AttendedToken(out, counted=True, chosen=True)
-    valid = None if call.positions is None else call.positions >= 0
-    return _counted(layer, out, weights if wanted else None, valid)
+    return _counted(layer, call, out, weights)
 
 
 def _over_codes(
-    slots: SlotBuffers,
-    call: Call,
-    positions: Tensor | None,
-    columns: Collection[str],
-    how: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+    layer: SlotLayer, call: Call, positions: Tensor | None, how: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Attend codes, by a query that is rotated as keys are; rotate the output back as values."""
     from kvtool.kernels.decode_token import decode_codes
 
-    form, stored = slots.form, slots.used_stored()
+    slots, columns, form = layer.slots, layer.policy.columns, layer.slots.form
     assert isinstance(form, CodedForm), "these slots hold codes"
-    of_values, query = form.rotations[1], call.query
+    of_values, query, constants = form.rotations[1], call.query, None
     if form.shifted or form.rotations[0] is not None:
-        rotated, _ = form.rotated_query(group_queries(query.float(), slots.kv_heads))
+        rotated, added = form.rotated_query(group_queries(query.float(), slots.kv_heads))
         query = rotated.flatten(1, 2).to(query.dtype)
-    out, found = decode_codes(
+        constants = None if added is None else added.flatten(1)
+    stored = slots.used_stored()
+    out, weights = decode_codes(
         query,
         [stored[name] for name in ("keys", "key_scales", "values", "value_scales")],
         positions,
         [slots.state[name] for name in columns],
         how.pop("sinks"),
         how.pop("valid"),
+        constants,
         names=" ".join(columns),
         forms=" ".join(form.kernel_forms),
         value_dim=form.sample[1].shape[-1],
         **how,
     )
-    weights = found if how["weights"] else None
     return out if of_values is None else of_values.rotate_back(out).to(query.dtype), weights
 
 

@@ -68,7 +68,11 @@ def cut(
     chosen, positions = keep_top(
         order, view.positions, budget, protected, slots, in_order=view.in_order
     )
-    kept = part_block(layer, joined, view, state, importance, chosen, positions)
+    if layer.ragged is not None:
+        own = {name: number.gather(2, chosen) for name, number in state.items()}
+        kept = layer.ragged.taken(chosen, positions, own)
+    else:
+        kept = part_block(layer, joined, view, state, importance, chosen, positions)
     if split is not None:
         to_ragged(layer, kept)
     else:

@@ -7,7 +7,6 @@ kvtool's own kernels, or the weights that a model's own eager attention has show
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,13 +24,13 @@ from kvtool.cache.steps.block import (
     enter_block,
     leave_block,
 )
+from kvtool.cache.steps.bucket_calls import beside_slots, bucket_calls
 from kvtool.cache.steps.call import AttendedToken, Call
 from kvtool.cache.steps.evict import evict_after_token
 from kvtool.cache.steps.grouped import LayerGroup
 from kvtool.cache.steps.masked import check_mask, mask_by_slot, masked_attention
 from kvtool.cache.steps.view import values_by_kv_head
 from kvtool.errors import KvtoolError
-from kvtool.maths.attention import group_queries
 from kvtool.maths.selection import take
 from kvtool.policies.evidence import AttentionRows
 
@@ -69,6 +68,8 @@ def run_step(layer: SlotLayer, call: Call, decoding: bool) -> Tensor:
     if not decoding:
         if layer.parts.kernel is None:
             note_kernel(layer, call)
+        if layer.reads_apart and isinstance(layer.ragged, RaggedBuffers):
+            return _run_ragged(layer, layer.ragged, call)
         block = call.context.block
         if block is None or call.q_len <= block:
             return _run_own(layer, call).out
@@ -208,34 +209,8 @@ def _decode_ragged(
     layer: SlotLayer, ragged: RaggedBuffers, call: Call, needs_lse: bool
 ) -> AttendedToken:
     """Decode where KV heads hold different counts: by bucket, a lane as an entry of one head."""
-    heads, batch = ragged.kv_heads, len(call.query)
-    query = ragged.pick(group_queries(call.query, heads))
-    key, value = ragged.pick(call.raw_key)[:, None], ragged.pick(call.raw_value)[:, None]
-    positions, sinks, placement = call.positions, call.sinks, call.context.placement
-    if placement is not None:
-        placement = placement.of(lambda rows: ragged.pick(rows[:, None].expand(-1, heads)))
-    if positions is not None:
-        positions = ragged.pick(positions[:, None].expand(-1, heads, -1))
-    if sinks is not None:
-        sinks = ragged.pick(sinks.view(1, heads, 1, -1).expand(batch, -1, -1, -1))
-    outs, sums, start, read = [], [], 0, 0.0
-    for bucket in ragged.buckets:
-        own = slice(start, start + bucket.batch_size)
-        start = own.stop
-        all_keys, all_values = bucket.write_token(key[own], value[own])
-        there = None if placement is None else placement.of(partial(_entries, own))
-        step = Call(
-            query=query[own],
-            key=all_keys,
-            value=all_values,
-            raw_key=all_keys,
-            raw_value=all_values,
-            positions=None if positions is None else positions[own],
-            scale=call.scale,
-            softcap=call.softcap,
-            sinks=None if sinks is None else sinks[own],
-            context=replace(call.context, placement=there, group=None),
-        )
+    outs, sums, read = [], [], 0.0
+    for bucket, step in bucket_calls(ragged, call, SlotLayer.write_token):
         bucket.enter_token(step.positions)
         for part in bucket.parts.at["note_token"]:
             part.note_token(bucket, step)
@@ -250,8 +225,17 @@ def _decode_ragged(
     return AttendedToken(out, ragged.put_back(torch.cat(sums)).flatten(2, 3) if sums else None)
 
 
-def _entries(own: slice, rows: Tensor) -> Tensor:
-    return rows[own]
+def _run_ragged(layer: SlotLayer, ragged: RaggedBuffers, call: Call) -> Tensor:
+    """Attend and store a block where KV heads hold different counts, by bucket, and cut nothing."""
+    valid = None if call.positions is None else (call.positions >= 0).sum(1)
+    if valid is not None:
+        layer.count_apart(len(valid), valid.device)
+    elif layer.lengths is not None:
+        valid = torch.full_like(layer.lengths, call.q_len)
+    layer.enter_block(call.q_len, valid)
+    calls = bucket_calls(ragged, call, beside_slots)
+    outs = [_run_own(bucket, step).out for bucket, step in calls]
+    return ragged.put_back(torch.cat(outs)).flatten(1, 2)
 
 
 def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
@@ -275,6 +259,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
     attended = call.key[:, :, :kept], call.value[:, :, :kept]
     outs = []
     for rows in (slice(i, i + size) for i in range(0, call.q_len, size)):
+        last = call.context.last and rows.stop >= call.q_len
         layer.compact()
         raw_key, raw_value = layer.slots.joined(new[2][:, :, rows], new[3][:, :, rows])
         key, value = raw_key, raw_value
@@ -291,7 +276,7 @@ def _run_blocks(layer: SlotLayer, call: Call, size: int) -> Tensor:
             raw_key=raw_key,
             raw_value=raw_value,
             positions=None if positions is None else positions[:, rows],
-            context=replace(call.context, placement=there, norms=None, hidden=own),
+            context=replace(call.context, last=last, placement=there, norms=None, hidden=own),
         )
         out, chosen = _run_own(layer, step)
         outs.append(out)

@@ -14,6 +14,7 @@ from kvtool.cache.features.cuts import cut_deferred
 from kvtool.cache.features.rope_shift import place_forward
 from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.slots.tensor_parallel import heads_of_layer
+from kvtool.cache.steps.bucket_calls import beside_slots
 from kvtool.cache.steps.call import (
     IMPLEMENTATION,
     Call,
@@ -30,7 +31,7 @@ from kvtool.cache.steps.static import may_grow, reserve_slots
 from kvtool.cache.whole.state import CacheState
 from kvtool.documents.document import report
 from kvtool.documents.generation import CacheSection
-from kvtool.sizes import DEFAULT_BLOCK
+from kvtool.sizes import DEFAULT_BLOCK, next_block
 
 
 class InWords:
@@ -78,14 +79,6 @@ def storing_nothing(cache: CacheState, attends: Unstored) -> Iterator[None]:
             yield
         finally:
             cache.running.store_nothing(None)
-
-
-def beside_slots(layer: SlotLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values to attend to, of the slots and of tokens that are not stored."""
-    layer.compact()
-    joined = layer.slots.joined(keys, values)
-    layer.sizing.meter.run(sum(each.nbytes for each in joined))
-    return joined
 
 
 def entry_budgets(cache: CacheState) -> list[int]:
@@ -249,7 +242,8 @@ class KVCache(InWords, CacheState):
     @property
     def layer_block(self) -> int | None:
         """How many tokens of a forward a layer takes before it cuts; None: all of them."""
-        whole = self.parts.by_logits or self.policy.two_stages
+        policy = self.policy
+        whole = self.parts.by_logits or policy.two_stages or policy.repetition is not None
         return None if whole else self.settings.block
 
     def watch_steps(
@@ -402,6 +396,9 @@ class KVCache(InWords, CacheState):
             lengths: tokens that each entry will have seen at the prompt's end.
         """
         block = self.running.piece or self.settings.block
+        if block is not None and self.policy.repetition is not None and self.running.piece is None:
+            seen = self.tokens_seen() if self.get_seq_length() else [0] * len(lengths)
+            return [next_block(n - done, block) for n, done in zip(lengths, seen, strict=True)]
         if not self.parts.by_logits:
             return None if block is None else [block] * len(lengths)
         block = block or DEFAULT_BLOCK

@@ -121,6 +121,7 @@ def task_entry(job: Job) -> TaskSamples:
         settings=job.task.model_dump(mode="json", exclude={"name"}),
         fingerprint=job.fingerprint,
         one_token=job.one_token,
+        contexts=job.contexts,
         samples=[
             (sample.id, content) for sample, content in zip(job.samples, job.hashes, strict=True)
         ],

@@ -27,6 +27,7 @@ from kvtool.documents.settings import Protocol
 from kvtool.documents.verdict import WITHIN
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.claims import judge_claim
+from kvtool.evaluation.guarantee import with_guarantee
 from kvtool.evaluation.pairs import compare, variant_entry
 from kvtool.evaluation.run.collect import Measured, averages
 from kvtool.evaluation.run.environment import environment, git_commit, model_used
@@ -123,6 +124,7 @@ class Run:
         protocol: Protocol,
         gates: Sequence[Gate],
         within: float = WITHIN,
+        guarantee: float | None = None,
         claim: Claim | None = None,
         pairs: Sequence[str] = (),
     ) -> Run:
@@ -134,6 +136,7 @@ class Run:
             protocol=ProtocolEntry(**asdict(protocol)),
             variants=[variant_entry(variant) for variant in variants],
             tasks=[task_entry(job) for job in jobs],
+            guarantee=guarantee,
         )
         plan = next((variant.plan for variant in variants if variant.plan is not None), None)
         index = index.model_copy(update={"plan": plan})  # as a field it would be validated again
@@ -294,6 +297,7 @@ class Run:
             for variant in self.variants
         ]
         results = compared_results(measured)
+        verdict = make_verdict(results, self.index.variants, self.within)
         done = sum(len(each.records) + each.failed for each in measured)
         document = self.head.model_copy(
             update={
@@ -304,7 +308,7 @@ class Run:
                 "results": results,
                 "averages": averages(results),
                 "gates": judge(self.gates, results),
-                "verdict": make_verdict(results, self.index.variants, self.within),
+                "verdict": with_guarantee(verdict, results, self.index),
                 "samples": sample_names(measured),
                 "differences": differences(results, self.index.variants),
             }

@@ -46,6 +46,13 @@ class Job:
         """One hash of all samples."""
         return _hash(self.hashes)
 
+    @property
+    def contexts(self) -> list[int]:
+        """The number of each sample's context, which samples may share."""
+        keys = [(each.context, not each.context and each.id) for each in self.samples]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        return [numbers[key] for key in keys]
+
 
 @dataclass(frozen=True)
 class Place:

@@ -72,6 +72,7 @@ class FidelityTask(Task):
 
     record: ClassVar[type[BaseModel]] = Compared
     metric: ClassVar[str] = "agreement"
+    right_answers: ClassVar[bool] = False
     best: ClassVar[float | None] = 1.0
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
@@ -219,6 +220,7 @@ class Reconstruct(Task):
 
     record: ClassVar[type[BaseModel]] = Repeated
     metric: ClassVar[str] = "bleu"
+    right_answers: ClassVar[bool] = False
     extra: ClassVar[str | None] = "eval"
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:

@@ -37,6 +37,7 @@ class Task(BaseModel, ABC):
     Attributes:
         metric: the headline score.
         droppable: whether a loss in percent of the full cache's headline means something.
+        right_answers: whether answers are compared with right ones, not with the full cache's.
         record: the keys of a record that `score` needs; None: only the task itself knows.
         reasons: whether an answer is a chain of steps, each of which needs earlier ones.
     """
@@ -48,6 +49,7 @@ class Task(BaseModel, ABC):
 
     metric: ClassVar[str]
     droppable: ClassVar[bool] = True
+    right_answers: ClassVar[bool] = True
     query_aware: ClassVar[bool] = True
     reasons: ClassVar[bool] = False
     record: ClassVar[type[BaseModel] | None] = None

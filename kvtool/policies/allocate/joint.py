@@ -7,11 +7,11 @@ on one scale, so the best of them stay wherever they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import reduce
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from kvtool.lazy_torch import Tensor, torch
+from kvtool.maths.selection import order_key
 from kvtool.policies.allocate.ada import competing_tokens, total_tokens
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
@@ -39,23 +39,50 @@ class Joint(HeadSplit):
         return competing_tokens(heads, total_tokens(heads), floor=0, safeguard="force")
 
     def tokens_of(self, layers: Sequence[Heads]) -> list[Tensor]:
+        """Count the tokens of each head of all layers; a device sync for each batch entry.
+
+        Only what competes is laid side by side, as some heads may hold nearly all of a text.
+        """
         if not self.across_layers:
             return super().tokens_of(layers)
-        first, device = layers[0], layers[0].importance.device
-        joined = replace(
-            first,
-            importance=torch.cat([each.importance.to(device) for each in layers], 1),
-            positions=torch.cat([each.positions.to(device) for each in layers], 1),
-            protected=torch.cat([_protected(each).to(device) for each in layers], 1),
-        )
-        total = reduce(torch.add, [total_tokens(each).to(device) for each in layers])
-        counts = competing_tokens(joined, total, floor=0, safeguard="force")
-        sizes = [each.importance.shape[1] for each in layers]
-        own = zip(counts.split(sizes, 1), layers, strict=True)
-        return [count.to(each.importance.device) for count, each in own]
+        found = [_competing(heads) for heads in layers]
+        counts = [stored for _, stored, _ in found]
+        sizes, device = [each.shape[1] for each in counts], counts[0].device
+        heads, starts = sum(sizes), torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
+        for row in range(len(counts[0])):
+            spare = sum(int(total[row]) - int(stored[row].sum()) for total, stored, _ in found)
+            if spare >= 0:
+                for count in counts:
+                    count[row] += spare // heads
+                continue
+            rows = [each[row] for *_, each in found]
+            scores, positions, owners = (
+                torch.cat([part.to(device) for part in parts])
+                for parts in zip(
+                    *[(*row, own + at) for (*row, own), at in zip(rows, starts, strict=True)],
+                    strict=True,
+                )
+            )
+            keys = order_key(scores, positions.long() * heads + owners)
+            evicted = owners[keys.topk(min(-spare, len(keys)), largest=False).indices]
+            gone = torch.bincount(evicted, minlength=heads).split(sizes)
+            for count, less in zip(counts, gone, strict=True):
+                count[row] -= less.to(count.device)
+        return counts
 
 
-def _protected(heads: Heads) -> Tensor:
-    if heads.protected is None:
-        return torch.zeros_like(heads.positions, dtype=torch.bool)
-    return heads.protected
+def _competing(heads: Heads) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
+    """Return what a layer may keep, what its heads store, and what competes in each entry.
+
+    Returns:
+        (batch,) tokens; (batch, kv_heads) tokens; and score, position and head of each slot that is
+        not protected.
+    """
+    there = heads.positions >= 0
+    free = there if heads.protected is None else there & ~heads.protected
+    own = torch.arange(there.shape[1], device=there.device)[:, None].expand_as(there[0])
+    rows = zip(heads.importance, heads.positions, free, strict=True)
+    competing: list[tuple[Tensor, ...]] = [
+        (scores[among], places[among], own[among]) for scores, places, among in rows
+    ]
+    return total_tokens(heads)[:, 0], there.sum(-1), competing

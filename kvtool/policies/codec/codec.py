@@ -77,7 +77,8 @@ class Codec(Role):
         """Round vectors, (.., dim), that have been rotated.
 
         Returns:
-            Codes of one byte, (.., dim * code_bits / 8), and scales, (.., scales) float16.
+            Codes of one byte, (.., dim * code_bits / 8), and scales, (.., scales) float16. Scales
+            of a `kernel_form` are at least 0: the signs of those of keys are kvtool's.
         """
         raise NotImplementedError
 

@@ -50,15 +50,13 @@ class ExactTopK(RowsRead):
         return Choice(top_slots(scores, min(fixed(self.k), view.tokens)))
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens = view.tokens
+        tokens = view.counts
         visible = tokens.once("there", lambda: ~tokens.beyond(tokens.most)[:, :, None, None])
         scores = self._scores(view, view.keys[:, :, : tokens.most], visible)
         k = tokens.once("k", lambda: tokens.least(view.sizes["k"]))
         return RowsChoice(best_slots(scores, k), k, [0] * len(k.known))
 
-    def _scores(
-        self, view: ReadView | RowsView, keys: "Tensor", visible: "Tensor | None" = None
-    ) -> "Tensor":
+    def _scores(self, view: ReadView, keys: "Tensor", visible: "Tensor | None" = None) -> "Tensor":
         """Compute the weights by which a query head, or a group, chooses."""
         from kvtool.maths.attention import attention_weights
 

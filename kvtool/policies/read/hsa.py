@@ -27,9 +27,7 @@ from kvtool.policies.read.rows import (
     PerRow,
     RowsChoice,
     RowsView,
-    drop_beyond,
-    drop_channels,
-    hide_beyond,
+    fill_beyond,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
@@ -96,13 +94,14 @@ class HSA(Paged):
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         k1, sizes = view.sizes["k1"], view.sizes
-        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
+        plan = view.counts.once("plan", lambda: _plan(view.counts, sizes["page"], sizes["k"]))
         used = heaviest_channels(view.query, k1.most)
-        part = drop_channels(take_channels(view.query, used), k1)
+        part = fill_beyond(take_channels(view.query, used), k1, 0)
         negative = view.query.float().sum(2).gather(2, used) < 0
         rows = torch.add(used, negative, alpha=view.query.shape[-1])
         logits = row_product(part, view.tables["bounds"], rows, plan.pages.most)
-        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), plan.pages)
+        logits *= partial_scale(view.query, part, view.scale)
+        logits = fill_beyond(logits, plan.pages, -torch.inf)
         share = logits.softmax(-1)  # as if all pages were whole
         final_share = share.gather(3, plan.final[..., None].expand(*share.shape[:3], 1))
         share = share / (1 - final_share * plan.missing)
@@ -177,4 +176,4 @@ def _best_of_rows(scores: Tensor, plan: _Plan, page: PerRow) -> Tensor:
     behind = plan.place >= end
     best = ranked.gather(2, torch.where(behind, later_rank, rank))
     slots = torch.addcmul(torch.where(behind, later, within), best, page.tensor)
-    return drop_beyond(slots, plan.k)
+    return fill_beyond(slots, plan.k)

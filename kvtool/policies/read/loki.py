@@ -27,7 +27,7 @@ from kvtool.policies.read.rows import (
     RowsRead,
     RowsView,
     best_slots,
-    hide_beyond,
+    fill_beyond,
     last_of,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
@@ -94,11 +94,11 @@ class Loki(RowsRead):
         put_column(tables["components"], new, last_of(tokens))
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens = view.tokens
+        tokens = view.counts
         part = torch.matmul(view.query, view.tables["basis"])  # 0 beyond a sequence's own d
         components = view.tables["components"][..., : tokens.most]
         logits = torch.matmul(part, components).float() * view.scale
-        logits = hide_beyond(logits, tokens)
+        logits = fill_beyond(logits, tokens, -torch.inf)
         scores = logits if self.scope == "query_head" else logits.softmax(-1).mean(2)
         k = tokens.once("k", lambda: tokens.least(view.sizes["k"]))
         read = [d * count for d, count in zip(view.sizes["d"].known, tokens.known, strict=True)]

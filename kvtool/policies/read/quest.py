@@ -13,6 +13,7 @@ three pages exceed the other half, more than t is read.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,8 +22,8 @@ from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.estimates import pages_of
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
-from kvtool.policies.read.paged import Paged, pages_of_rows
-from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, drop_beyond, hide_beyond
+from kvtool.policies.read.paged import Paged
+from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, fill_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
 
@@ -76,15 +77,15 @@ class Quest(Paged):
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
         bounds, sizes = view.tables["bounds"], view.sizes
-        plan = view.tokens.once("plan", lambda: _plan(view.tokens, sizes["page"], sizes["k"]))
-        last, taken = plan.last, plan.taken
-        scores = hide_beyond(page_scores(view.query, bounds, last.most + 1), last)
-        best = top_slots(scores, max(1, taken.most - 1))
+        plan = view.counts.once("plan", lambda: _plan(view.counts, sizes["page"], sizes["k"]))
+        last, ranked = plan.last, plan.ranked
+        scores = fill_beyond(page_scores(view.query, bounds, last.most + 1), last, -torch.inf)
+        best = top_slots(scores, max(1, ranked.most))
         chosen = best.gather(2, plan.rank.expand(*best.shape[:2], -1))
         slots = torch.addcmul(plan.within, chosen, sizes["page"].tensor)
         slots = torch.where(plan.ends, plan.end, slots)
-        whole = zip(taken.known, last.known, strict=True)
-        estimate = [bounds.shape[2] * (all_ + 1) * (some <= all_) for some, all_ in whole]
+        whole = zip(ranked.known, last.known, strict=True)
+        estimate = [bounds.shape[2] * (all_ + 1) * (some < all_) for some, all_ in whole]
         return RowsChoice(slots, plan.read, estimate)
 
 
@@ -93,8 +94,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         last: number of each sequence's last page.
-        taken: pages that are read, the last one among them.
-        read: tokens of these.
+        ranked: pages before it that are read.
+        read: tokens of all these.
         rank: (batch, 1, places) among the pages before the last, best first, of each token read.
         within: (batch, 1, places), its place in its page.
         ends: bool (batch, 1, places), whether it is in the last page or there is none.
@@ -102,7 +103,7 @@ class _Plan(NamedTuple):
     """
 
     last: PerRow
-    taken: PerRow
+    ranked: PerRow
     read: PerRow
     rank: Tensor
     within: Tensor
@@ -111,21 +112,25 @@ class _Plan(NamedTuple):
 
 
 def _plan(tokens: PerRow, page: PerRow, k: PerRow) -> _Plan:
-    pages = pages_of_rows(tokens, page)
+    last = tokens.map(_last_page, _last_page, page)
+    least = _LEAST_PAGES - 1
     wanted = k.map(
-        lambda count, size: max(_LEAST_PAGES, count // size),
-        lambda count, size: (count // size).clamp(min=_LEAST_PAGES),
+        lambda count, size: max(least, count // size - 1),
+        lambda count, size: (count // size - 1).clamp(min=least),
         page,
     )
-    taken, last = pages.least(wanted), pages.plus(-1)
-    read = tokens.map(_pages_read, _pages_read, last, taken, page)
+    ranked, start = last.least(wanted), last.map(operator.mul, operator.mul, page)
+    read = tokens.map(_pages_read, _pages_read, start, ranked, page)
     place = torch.arange(read.most, device=tokens.tensor.device)
     rank, within = place // page.tensor, place % page.tensor
-    end = drop_beyond(last.tensor * page.tensor + within, read)
-    ends = rank >= taken.tensor - 1
-    return _Plan(last, taken, read, rank.clamp(max=max(0, taken.most - 2)), within, ends, end)
+    end, ends = fill_beyond(start.tensor + within, read), rank >= ranked.tensor
+    return _Plan(last, ranked, read, rank.clamp(max=max(0, ranked.most - 1)), within, ends, end)
 
 
-def _pages_read(tokens: Any, last: Any, taken: Any, page: Any) -> Any:
-    """Count the tokens of the pages taken, the last page being the last of them."""
-    return (taken - 1) * page + tokens - last * page
+def _last_page(tokens: Any, page: Any) -> Any:
+    return (tokens - 1) // page
+
+
+def _pages_read(tokens: Any, start: Any, ranked: Any, page: Any) -> Any:
+    """Count the tokens of some whole pages and of the last, which starts behind `start` tokens."""
+    return ranked * page + tokens - start

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from kvtool.lazy_torch import Tensor, torch
 from kvtool.maths.selection import top_slots
 from kvtool.policies.parts import HeadSizes, Read, State
+from kvtool.policies.read.view import ReadView
 
 Made = TypeVar("Made")
 
@@ -19,13 +20,14 @@ class PerRow:
 
     Attributes:
         known: one a sequence; where `floor` is given, the most that it may be.
-        tensor: (batch, 1, 1) int64, the same on the device.
+        tensor: (batch, 1, 1) int64, the same on the device; where it is one number for all that
+            nothing on the device needs, the number.
         floor: in a static step, what no number is below; None: `known` is exact.
         made: what `once` has made; None: these are the numbers of one layer.
     """
 
     known: Sequence[int]
-    tensor: Tensor
+    tensor: Any
     floor: int | None = None
     made: dict[Hashable, Any] | None = None
 
@@ -34,6 +36,16 @@ class PerRow:
         """Put numbers on the device."""
         with torch.inference_mode(False):
             return cls(known, torch.tensor(known, device=device)[:, None, None])
+
+    @classmethod
+    def one(cls, number: int) -> PerRow:
+        """Take one number for all, which costs nothing on the device."""
+        return cls([number], number)
+
+    @property
+    def alike(self) -> bool:
+        """Whether it is one number for all, and not on the device."""
+        return isinstance(self.tensor, int)
 
     @property
     def most(self) -> int:
@@ -61,16 +73,19 @@ class PerRow:
         self, change: Callable[..., int], on_device: Callable[..., Tensor], *others: PerRow
     ) -> PerRow:
         """Compute a number per sequence, on both sides."""
-        known = [change(*each) for each in zip(self.known, *(o.known for o in others), strict=True)]
-        exact = all(each.floor is None for each in (self, *others))
-        tensor = on_device(self.tensor, *(other.tensor for other in others))
-        return PerRow(known, tensor, None if exact else 0, None if self.made is None else {})
+        numbers = [self, *others]
+        known = [*map(change, *[each.known for each in numbers])]
+        floor = None if {each.floor for each in numbers} == {None} else 0
+        tensor = on_device(*[each.tensor for each in numbers])
+        return PerRow(known, tensor, floor, None if self.made is None else {})
 
     def plus(self, more: int) -> PerRow:
         """Add the same number for every sequence."""
+        if isinstance(self.tensor, int):
+            return PerRow([self.tensor + more], self.tensor + more)
         floor = None if self.floor is None else max(0, self.floor + more)
-        changed = self.map(lambda number: number + more, lambda tensor: tensor + more)
-        return replace(changed, floor=floor)
+        made: dict[Hashable, Any] | None = None if self.made is None else {}
+        return PerRow([number + more for number in self.known], self.tensor + more, floor, made)
 
     def least(self, other: PerRow) -> PerRow:
         """Take the smaller of two numbers of each sequence."""
@@ -88,29 +103,20 @@ class PerRow:
         )
 
 
-@dataclass(frozen=True)
-class RowsView:
+@dataclass(frozen=True, kw_only=True)
+class RowsView(ReadView):
     """Sequences of different lengths in a layer as a reader sees them decoding. Read only.
 
+    Keys, tables and `tokens` are as long as the longest sequence needs. What is beyond a sequence's
+    own tokens means nothing: in keys it is finite, in tables 0.
+
     Attributes:
-        query: (batch, kv_heads, group, head_dim), after RoPE.
-        keys: (batch, kv_heads, at least the longest sequence, head_dim); what is beyond a
-            sequence's own tokens is finite and means nothing.
-        tables: of all sequences, each axis as long as that of the longest, 0 beyond a sequence's
-            own.
-        tokens: how many each sequence has to choose from.
+        counts: how many tokens each sequence has to choose from.
         sizes: of each sequence's reader, by the names of its fields.
-        scale, softcap, sinks: as for `kvtool.maths.attention.attention_weights`.
     """
 
-    query: Tensor
-    keys: Tensor
-    tables: State
-    tokens: PerRow
+    counts: PerRow
     sizes: Mapping[str, PerRow]
-    scale: float
-    softcap: float | None = None
-    sinks: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -171,17 +177,12 @@ def reads_together(reader: Read) -> bool:
     )
 
 
-def hide_beyond(scores: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own -inf: (batch, kv_heads, width) or (.., group, width)."""
-    return _fill_beyond(scores, count, float("-inf"))
+def fill_beyond(numbers: Tensor, count: PerRow, filler: float = -1) -> Tensor:
+    """Fill what is beyond a sequence's own count of scores, channels or slots, where -1 is none.
 
-
-def drop_beyond(slots: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own -1, of lists of slots as of `RowsChoice`."""
-    return _fill_beyond(slots, count, -1)
-
-
-def _fill_beyond(numbers: Tensor, count: PerRow, filler: float) -> Tensor:
+    Args:
+        numbers: (batch, kv_heads, width), or (batch, kv_heads, group, width).
+    """
     width = numbers.shape[-1]
     if count.lowest >= width:
         return numbers
@@ -189,14 +190,9 @@ def _fill_beyond(numbers: Tensor, count: PerRow, filler: float) -> Tensor:
     return numbers.masked_fill(beyond if numbers.dim() == 3 else beyond[:, :, None], filler)
 
 
-def drop_channels(part: Tensor, count: PerRow) -> Tensor:
-    """Make what is beyond a sequence's own count of channels 0: (batch, kv_heads, group, count)."""
-    return _fill_beyond(part, count, 0)
-
-
 def best_slots(scores: Tensor, count: PerRow) -> Tensor:
     """Find each sequence's own count of slots of highest score, the best first, then -1."""
-    return drop_beyond(top_slots(scores, count.most), count)
+    return fill_beyond(top_slots(scores, count.most), count)
 
 
 def last_of(tokens: PerRow) -> Tensor:

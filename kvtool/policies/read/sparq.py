@@ -28,8 +28,7 @@ from kvtool.policies.read.rows import (
     RowsRead,
     RowsView,
     best_slots,
-    drop_channels,
-    hide_beyond,
+    fill_beyond,
     last_of,
 )
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, Stored, fixed
@@ -107,15 +106,16 @@ class SparQ(RowsRead):
         tables["value_sum"].add_(value)
 
     def choose_rows(self, view: RowsView) -> RowsChoice:
-        tokens, r = view.tokens, view.sizes["r"]
+        tokens, r = view.counts, view.sizes["r"]
         used = heaviest_channels(view.query, r.most)
-        part = drop_channels(take_channels(view.query, used), r)
+        part = fill_beyond(take_channels(view.query, used), r, 0)
         logits = row_product(part, view.tables["channels"], used, tokens.most)
-        logits = hide_beyond(logits * partial_scale(view.query, part, view.scale), tokens)
+        logits *= partial_scale(view.query, part, view.scale)
+        logits = fill_beyond(logits, tokens, -torch.inf)
         weights = logits.softmax(-1)
         past, k, ranked = tokens.once("k", lambda: self._counts(tokens, view.sizes["k"]))
         scores = weights.mean(2)
-        slots = best_slots(hide_beyond(scores, past) if self.local else scores, ranked)
+        slots = best_slots(fill_beyond(scores, past, -torch.inf) if self.local else scores, ranked)
         if self.local:
             newest = tokens.once(
                 "newest", lambda: past.tensor + torch.arange(self.local, device=slots.device)

@@ -17,6 +17,9 @@ its class has 0. On SmolLM2-135M, the question unknown, 0 loses every code that 
 Differences from the paper: `scale` is the layer's own, 1 / sqrt(head_dim) in most models. A cap on
 the logits and sink logits are left out. In a prompt run in blocks, and in later turns, moments are
 those of all prompt tokens read so far, evicted ones included. Queries of answers do not count.
+A prompt is cut by its exact moments. For later turns the covariance is held as variances in float32
+and correlations rounded to multiples of 1/127 (`kvtool.maths.statistics`), a seventh of the bytes.
+A turn that is far shorter than the text before it may leave correlations as they are.
 """
 
 from __future__ import annotations

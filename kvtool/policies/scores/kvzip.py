@@ -15,6 +15,12 @@ Ties go to the lower position, then to the lower layer and head. What the chat t
 the text is not repeated, and always kept; so are the first tokens, for which the authors' code
 takes the system message. Under a codec the prompt is read in exact numbers, and the repetition
 reads the codes.
+
+Differences from the paper: with `--prefill block` a block of 512 tokens is read, repeated, scored
+and cut at a time, so that the budget and a block are stored at most. Scores of earlier blocks stay
+as they are: each cut leaves what one cut by all scores would leave. The loop is InfiniPot's (Kim
+et al., 2024, https://arxiv.org/abs/2410.01518). Short blocks cost answers, as a softmax runs over
+fewer tokens.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def kvtool_cache(
     token = torch.full((rows,), 7, device=ours.device)
 
     def known() -> tuple[int, int, bool]:
-        report, ran = cache.report(), decode.report()
+        report, ran = cache.report(), decode.steps
         held = report.allocated_bytes + report.state_bytes
         return report.traffic_bytes, held, ran.cuda_graphs
 

@@ -112,6 +112,8 @@ def compare(settings: Settings, family: Family, dtype: torch.dtype, dim: tuple[i
 def _error(name: str, found: torch.Tensor, expected: torch.Tensor) -> float:
     if name == "above_average":  # counts, of which few may differ
         return ((found - expected).abs() > 0.5).float().mean().item()
+    if not expected.is_floating_point():  # positions and slots, of which none may differ
+        return float((found != expected).sum())
     return ((found - expected).norm() / expected.norm()).item()
 
 

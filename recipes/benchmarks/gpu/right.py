@@ -305,7 +305,7 @@ def static(settings: Settings, policy: str, how: str) -> Record:
                 ids = torch.tensor([token], device=model.device)
                 logits.append(step(model, cache, ids).clone())
         runs[name] = torch.cat(logits).cpu()
-    report = step.report()
+    report = step.steps
     worst = (runs["eager"] - runs[how]).abs().max().item()
     found = {"logits": worst, "graphs": report.graphs, "cuda_graphs": report.cuda_graphs}
     del cache, logits, ids, step
