@@ -120,6 +120,11 @@ class Meter:
         self.decoded += steps
         self.read(cache)
 
+    def count_step(self, seconds: float, rows: int) -> None:
+        """Count the share of a step in which some rows were decoded."""
+        self.decode_s += seconds
+        self.rows = max(self.rows, rows)
+
     def count_answer(self, cache: KVCache, tokens: int, seconds: float, *, grown: bool) -> None:
         """Count an answer that was scored, whose seconds are not those of decoding.
 

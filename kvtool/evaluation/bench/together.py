@@ -96,8 +96,7 @@ class _Costs(Served):
         before, self.stepping = self.stepping, seconds - self.reading_seconds
         for each in sequences:
             meter = self.meters[each.prompt.index]
-            meter.decode_s += (self.stepping - before) / len(sequences)
-            meter.rows = max(meter.rows, len(sequences))
+            meter.count_step((self.stepping - before) / len(sequences), len(sequences))
 
     def end(self, sequence: Running, cache: KVCache, place: int) -> None:
         own, tokens = take_entry(cache, place), len(sequence.new)
