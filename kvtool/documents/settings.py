@@ -216,6 +216,7 @@ class Asking:
         "Decode the answers of up to N samples in one batch, as far as memory allows.  "
         "[default: 16 where answers are chains of steps, else 1]",
         min=1,
+        counts=False,
         later=True,
     )
     chat_template: Template = flag(
@@ -264,11 +265,12 @@ class Protocol(Asking):
     seed: int = 0
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that distinguish measurements, and later ones only if set.
-
-        An answer is the same in a batch, whatever its size.
-        """
-        plain, given = _later(type(self)), asdict(self) | {"batch": None}
+        """Return the fields that distinguish measurements, and later ones only if set."""
+        given = asdict(self)
+        for each in settings_of(type(self)):
+            if not each.flag.counts:
+                del given[each.name]
+        plain = _later(type(self))
         return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
 
 

@@ -336,8 +336,8 @@ def notes(document: ResultsDocument) -> list[str]:
     rows = max((each.cost.batch or 1 for each in document.results if each.cost), default=1)
     if rows > 1:
         lines.append(
-            f"up to {rows} answers were decoded in one batch, which is why there are no tokens/s"
-            " (--batch 1 measures them)"
+            f"up to {rows} answers were decoded in one batch; these have no tokens/s (--batch 1"
+            " measures them)"
         )
     if spent:
         lines.append(

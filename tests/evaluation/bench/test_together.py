@@ -8,7 +8,7 @@ import pytest
 import kvtool
 from kvtool.documents.results import ResultsDocument
 from kvtool.documents.settings import Protocol
-from kvtool.errors import UsageError
+from kvtool.errors import KvtoolError, UsageError
 from kvtool.evaluation.bench import together
 from kvtool.evaluation.run.index import unfinished
 from kvtool.evaluation.run.runner import Place, draw_jobs, run_measurements
@@ -253,7 +253,9 @@ def test_results_say_how_many_were_decoded_together(tmp_path, capsys):
     )
 
 
-def test_one_prompt_for_all_variants_and_many_for_one_are_refused():
+def test_batches_of_none_and_of_prompts_that_variants_share_are_refused():
+    with pytest.raises(KvtoolError, match="--batch 0: must be above 0"):
+        kvtool.evaluate(tasks=["trace"], policies=["h2o"], batch=0, folder="nowhere")
     with pytest.raises(UsageError, match="--shared-prefill"):
         Protocol(shared_prefill=True, batch=2).check()
     Protocol(shared_prefill=True, batch=1).check()
