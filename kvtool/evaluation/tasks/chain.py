@@ -25,7 +25,7 @@ _LARGEST = 99
 _SPARE = 1.5  # of the shortest answer's tokens: a model may write more words
 _MARKUP = re.compile(r"\\(?:boxed|[()\[\]])?|[*_`${}]")
 _SIGNS = {"plus": "+", "minus": "-", "\u2212": "-", "\u2013": "-"}
-_NUMBERED = re.compile(r"\W*(?:step +)?(\d+) ?[.:)]")
+_NUMBERED = re.compile(r"\W*(?:step +)?(\d{1,4}) ?[.:)]")
 _SUM = re.compile(r"(?<!\d)(-?\d+) *([+-]) *(\d+)[ )]*(?:=|is|equals|gives|makes) *(?=(-?\d+))")
 
 

@@ -107,6 +107,9 @@ def test_lines_that_are_missing_or_said_again_count_once(task, sample):
     assert score(task, sample, "\n".join(more)) == {"steps": 1.0, "em": 1.0}
     first = ["2. 1 + 1 = 2", *text]
     assert score(task, sample, "\n".join(first)) == {"steps": 4 / 6, "em": 1.0}
+    # a number that never ends is none of a step
+    endless = ["9" * 5000 + ". 1 + 1 = 2", *text]
+    assert score(task, sample, "\n".join(endless)) == {"steps": 5 / 6, "em": 1.0}
 
 
 def test_sums_in_one_line_and_thoughts(task, sample):
