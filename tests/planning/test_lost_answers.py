@@ -64,11 +64,9 @@ def test_codecs_that_were_not_measured_lose_as_much_as_one_that_was():
     assert losses.of_codec("int2") is None
 
 
-def test_keys_in_4_bits_lose_what_a_model_with_biases_lost():
+def test_the_source_says_where_keys_have_biases():
     losses = packaged(key_biases=True)
-    assert losses.of_codec("int4") == Loss(1 - 0.61, pytest.approx(1 - 0.80))
-    assert losses.of_codec("int8") == losses.of_codec("fp8") == packaged().of_codec("int8")
-    assert losses.of_codec("k8v4") == packaged().of_codec("k8v4")
+    assert losses.codecs == packaged().codecs
     assert losses.source.startswith(packaged().source)
     assert "Qwen2.5-Coder-0.5B" in losses.source
     assert "Qwen2.5-Coder-0.5B" not in packaged().source
