@@ -186,6 +186,7 @@ def evaluate(
     keep_question: bool = False,
     shared_prefill: bool = False,
     answers: Literal["decoded", "scored"] | None = None,
+    batch: int | None = None,
     chat_template: Literal["auto", "on", "off"] | None = None,
     max_length: int | None = None,
     truncate: Literal["middle", "left", "error"] | None = None,

@@ -128,7 +128,7 @@ class EvalSettings(DecodingSettings, _AskingFlags, _HowSettings):
     lengths: str | None = flag("--lengths=N,..", "Prompt lengths of generated tasks (1K,4K).")
     depths: str | None = flag(
         "--depths=N|PCT,..",
-        "Needle depths: how many from 0 to 100 %, or which (50%; 0,25,90); of trace: steps.",
+        "Needle depths: how many from 0 to 100 %, or which (50%; 0,25,90); of trace, chain: steps.",
     )
     samples: int | None = flag(
         "--samples=N",

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.settings import CachedSettings, GenerationSettings, PromptSettings
 from kvtool.documents.files import check_prompt, read_prompt
-from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.messages import UserTurn
 from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.notes import handful_note
 from kvtool.models.placement import free_memory, memory_of, resolve_dtype
-from kvtool.planning.bytes import Text, check_dims
-from kvtool.planning.estimate import estimate_memory
+from kvtool.planning.bytes import check_dims
+from kvtool.planning.estimate import row_bytes
 from kvtool.planning.plan_in_use import check_free, check_plan, check_run
 from kvtool.planning.variants import Variant
 from kvtool.policies.grammar import parse_policy, read_spelling, with_allocator
@@ -102,13 +101,9 @@ class Request:
 
     def row_bytes(self, loaded: Loaded, tokens: int, new: int) -> int:
         """Forecast what a cache holds of a prompt and its answer, policy state included."""
-        config = loaded.model.config
         dtype = str(loaded.model.dtype).removeprefix("torch.")
-        text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
         variant = Variant(self.policy, self.budget, self.prefill, self.plan)
-        unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
-        found = estimate_memory(config, dtype, variant, text, unknown)
-        return found.kv_bytes + found.state_bytes
+        return row_bytes(loaded.model.config, dtype, variant, tokens, new)
 
 
 _FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too

@@ -175,6 +175,7 @@ class Evaluation(RecipeSection, Asking, _Measured):  # type: ignore[misc]
     """
 
     max_length: Tokens | None = None
+    batch: PositiveInt | None = None
     within: Annotated[FiniteFloat, Field(gt=0, le=100)] = WITHIN
     guarantee: Loss | None = None
 

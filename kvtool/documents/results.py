@@ -6,9 +6,17 @@ Results can be made anew from the records, which are checked against these schem
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    model_validator,
+)
 
 from kvtool.documents.claim import Claim, ClaimVerdict
 from kvtool.documents.document import (
@@ -17,6 +25,7 @@ from kvtool.documents.document import (
     Document,
     Section,
     ShownDocument,
+    SparseSection,
     TokenCount,
     report,
 )
@@ -108,7 +117,7 @@ class CurveEntry(Section):
     y_label: str
 
 
-class Cost(Section):
+class Cost(SparseSection):
     """Means over samples, bytes counted from tensors at the end of a sample.
 
     `kv_bytes` counts filled slots, `allocated_bytes` the buffers that have them, `state_bytes` the
@@ -118,10 +127,13 @@ class Cost(Section):
     most key and value bytes at a time, `peak_memory_bytes` the growth of the process's (or the
     GPU's) memory, both the largest over samples. The growth is None where the system does not
     report it or variants read a prompt together; `prefill_s` is then the time of all of them.
-    `evicted_share` is the share of samples in which anything was evicted, `host_bytes` are those of
-    evicted tokens in host memory. Earlier runs lack these two, `allocated_bytes` and
-    `kept_per_layer`.
+    `batch` is the most answers that were decoded in one batch: `decode_s` is then a sample's share
+    of the steps, and neither a rate nor the growth is known. `evicted_share` is the share of
+    samples in which anything was evicted, `host_bytes` are those of evicted tokens in host memory.
+    Earlier runs lack these three, `allocated_bytes` and `kept_per_layer`.
     """
+
+    optional: ClassVar[tuple[str, ...]] = ("batch",)
 
     prompt_tokens: NonNegativeFloat
     new_tokens: NonNegativeFloat
@@ -141,6 +153,7 @@ class Cost(Section):
     kept_per_layer: list[NonNegativeFloat] = Field(default_factory=list)
     evicted_share: Annotated[float, Field(ge=0, le=1)] | None = None
     host_bytes: NonNegativeFloat | None = None
+    batch: PositiveInt | None = None
 
     @property
     def held_bytes(self) -> float:
@@ -342,7 +355,7 @@ class ProtocolEntry(Section, _ProtocolFields):
     max_length: TokenCount | None
     max_new_tokens: TokenCount | None
     temperature: Annotated[int | float, Field(ge=0, le=1e100)]
-    seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]
+    seed: Annotated[NonNegativeInt, PositiveInt, Field(le=LARGEST_SEED)]
 
 
 class SamplesDocument(Document):

@@ -211,6 +211,14 @@ class Asking:
         later=True,
         default="decoded",
     )
+    batch: int | None = flag(
+        "--batch=N",
+        "Decode the answers of up to N samples in one batch, as far as memory allows.  "
+        "[default: 16 where answers are chains of steps, else 1]",
+        min=1,
+        counts=False,
+        later=True,
+    )
     chat_template: Template = flag(
         "--chat-template", "Put prompts into the model's chat template.", default="auto"
     )
@@ -226,12 +234,17 @@ class Asking:
         """Whether prompts go into the model's chat template."""
         return self.chat_template
 
-    def check_question(self) -> None:
-        """Refuse to keep a question that is read with its context: `UsageError`."""
+    def check(self) -> None:
+        """Refuse to keep a question that is read with its context, and the like: `UsageError`."""
         if self.keep_question and self.query_aware is not False:
             raise UsageError(
                 "--keep-question keeps a question that comes after the context was compressed",
                 hint="--query-agnostic --keep-question, or query_aware: false in a recipe",
+            )
+        if self.shared_prefill and (self.batch or 1) > 1:
+            raise UsageError(
+                "--shared-prefill measures one sample under all variants, --batch many under one",
+                hint="leave out one of them",
             )
 
 
@@ -253,7 +266,11 @@ class Protocol(Asking):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that distinguish measurements, and later ones only if set."""
-        plain, given = _later(type(self)), asdict(self)
+        given = asdict(self)
+        for each in settings_of(type(self)):
+            if not each.flag.counts:
+                del given[each.name]
+        plain = _later(type(self))
         return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
 
 

@@ -156,7 +156,7 @@ def _policies(recipe: Recipe, source: Source) -> list[Policy]:
 
 def _protocol(recipe: Recipe) -> Protocol:
     wanted, drawn = recipe.eval, recipe.generation
-    wanted.check_question()
+    wanted.check()
     return Protocol(
         **{each.name: getattr(wanted, each.name) for each in fields(Asking)},
         max_new_tokens=drawn.max_new_tokens,

@@ -29,7 +29,7 @@ class Spent:
         traffic_bytes: that a decoded token reads; None if nothing was decoded on a task.
         prefill_s: seconds for a prompt.
         prefill_rate: prompt tokens per second, all tokens over all seconds; None if not measured.
-        decode_rate: generated tokens per second, likewise.
+        decode_rate: generated tokens per second, likewise; None if any were decoded in a batch.
         kept: tokens of each layer's fullest KV head; empty if a run did not record them.
         written: tokens that the model wrote.
         evicted: share of samples in which anything was evicted; None if a run did not record it.
@@ -82,6 +82,7 @@ def spent_on(results: Sequence[TaskResult]) -> Spent | None:
     def kept_by(layer: int) -> float:
         return mean(lambda cost: cost.kept_per_layer[layer])
 
+    batched = any(cost.batch for *_, cost in costs)
     recorded = all(cost.evicted_share is not None for *_, cost in costs)
     decoded = all(cost.traffic_bytes for *_, cost in costs)
     alike = len({len(cost.kept_per_layer) for *_, cost in costs}) == 1
@@ -91,7 +92,7 @@ def spent_on(results: Sequence[TaskResult]) -> Spent | None:
         **{name: mean(attrgetter(name)) for name in _MEANS},
         traffic_bytes=mean(lambda cost: cost.traffic_bytes) if decoded else None,
         prefill_rate=rate("prefill_s", "prefill_tokens_per_s"),
-        decode_rate=rate("decode_s", "decode_tokens_per_s"),
+        decode_rate=None if batched else rate("decode_s", "decode_tokens_per_s"),
         kept=tuple(map(kept_by, layers)),
         written=mean(lambda cost: cost.new_tokens),
         evicted=mean(lambda cost: cost.evicted_share or 0.0) if recorded else None,

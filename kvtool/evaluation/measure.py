@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from itertools import count
@@ -221,7 +222,7 @@ def _measure_missing(
                 watcher.note(f"failed: {done.task}, {done.variant}: {done.error}")
             advance(f"{done.task} {done.variant}")
             if not watcher.shows_progress:
-                lines.step()
+                lines.step(done)
 
         try:
             run.measure(part, jobs, loaded, step, stop_on_error=stop_on_error)
@@ -249,7 +250,7 @@ class ProgressLines:
     """Says after a measurement how far a run is, if a line is called for.
 
     Args:
-        part: the measurements, in the order in which they are done.
+        part: the measurements.
         say: takes a line.
         clock: seconds.
     """
@@ -261,22 +262,24 @@ class ProgressLines:
         say: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._part, self._jobs, self._say, self._clock = part, jobs, say, clock
+        self._say, self._clock, self._total = say, clock, len(part)
+        self._cells: dict[tuple[str, str], str] = {}
+        self._left = Counter[str]()
+        for each in part:
+            task, sample = jobs[each.job].task.name, jobs[each.job].samples[each.sample]
+            cell = " ".join([task, *(f"{name}={value}" for name, value in sample.cell.items())])
+            self._cells[task, sample.id] = cell
+            self._left[cell] += 1
         self._done = self._said = 0
         self._at = clock()
 
-    def step(self) -> None:
+    def step(self, done: Step) -> None:
         """Take note of one more measurement."""
         self._done += 1
-        cell, total = self._cell(self._done - 1), len(self._part)
-        ends = self._done == total or self._cell(self._done) != cell
+        cell, total = self._cells[done.task, done.sample], self._total
+        self._left[cell] -= 1
+        ends = not self._left[cell]
         many = (self._done - self._said) * _MOST >= total
         if (ends and many) or self._done == total or self._clock() - self._at >= _WAIT:
             self._say(f"measured {self._done}/{total}: {cell}{'' if ends else ', not finished'}")
             self._said, self._at = self._done, self._clock()
-
-    def _cell(self, index: int) -> str:
-        measurement = self._part[index]
-        job = self._jobs[measurement.job]
-        cell = job.samples[measurement.sample].cell
-        return " ".join([job.task.name, *(f"{name}={value}" for name, value in cell.items())])

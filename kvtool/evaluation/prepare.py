@@ -188,6 +188,7 @@ def prepare(
     if comparison.protocol.shared_prefill:
         watcher.note("variants read a prompt together where they can, and share its seconds")
     note_answers(comparison, watcher)
+    _note_batches(comparison, watcher)
     _note_key_bits(comparison, watcher)
     place = run_folder(comparison, folder)
     settings = comparison.recipe.model.model_dump(exclude={"id"})
@@ -250,6 +251,17 @@ def note_answers(comparison: Comparison, watcher: Watcher) -> None:
     steps = [each.name for each in comparison.variants if not each.policy.plain_steps]
     if steps:
         watcher.note(f"answers are scored token by token under {', '.join(steps)}")
+
+
+def _note_batches(comparison: Comparison, watcher: Watcher) -> None:
+    """Say which answers are decoded in batches."""
+    sizes = {task.name: task.largest_batch(comparison.protocol) for task in comparison.tasks}
+    tasks = [name for name in sizes if sizes[name] > 1]
+    if tasks:
+        watcher.note(
+            f"up to {max(sizes.values())} answers to {', '.join(tasks)} are decoded in one batch, "
+            "under policies whose texts can share one (--batch 1: one by one)"
+        )
 
 
 def _note_key_bits(comparison: Comparison, watcher: Watcher) -> None:

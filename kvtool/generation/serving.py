@@ -73,14 +73,17 @@ class Served:
     seconds: float = 0.0
     reading_seconds: float = 0.0
 
-    def read(self, seconds: float) -> None:
-        """Count the reading of prompts."""
+    def read(self, seconds: float, prompt: Waiting, cache: KVCache) -> None:
+        """Count the reading of a prompt by its cache."""
         self.reading_seconds += seconds
 
-    def count(self, sequences: int, seconds: float) -> None:
+    def count(self, sequences: Sequence[Running], seconds: float) -> None:
         """Count a token of each sequence, at a number of seconds after the beginning."""
-        self.most_sequences = max(self.most_sequences, sequences)
-        self.new_tokens, self.seconds = self.new_tokens + sequences, seconds
+        self.most_sequences = max(self.most_sequences, len(sequences))
+        self.new_tokens, self.seconds = self.new_tokens + len(sequences), seconds
+
+    def end(self, sequence: Running, cache: KVCache, place: int) -> None:
+        """Take note of an answer that has ended, in its place of the batch."""
 
     def in_words(self, answers: int) -> str:
         """Say what a number of answers has taken."""
@@ -217,10 +220,11 @@ def serve(
                     batch.tighten()
             new = prompt.max_new_tokens
             logits = prefill(model, cache, prompt.ids, new_tokens=new, tokenizer=tokenizer)
+            served.read(time.perf_counter() - begun, prompt, cache)
+            begun = time.perf_counter()
             read = begin(model, tokenizer, prompt, drawing), cache, logits
             if batch is None or not batch.put(*read):
                 coming.append(read)
-        served.read(time.perf_counter() - begun)
         if coming and batch is None:
             sequence, cache, logits = coming.pop(0)
             batch = Batch(model, cache, logits, [sequence], steps, lambda _: room.memory)
@@ -230,10 +234,11 @@ def serve(
         if stop_when is not None and stop_when():
             return
         ended = batch.step()
-        served.count(len(ended), time.perf_counter() - start)
-        yield from (
-            sequence.answer() for sequence, ends in zip(batch.sequences, ended, strict=True) if ends
-        )
+        served.count(batch.sequences, time.perf_counter() - start)
+        for sequence, place, ends in zip(batch.sequences, batch.places, ended, strict=True):
+            if ends:
+                served.end(sequence, batch.cache, place)
+                yield sequence.answer()
         going = [i for i, ends in enumerate(ended) if not ends]
         if going:
             batch.go_on(going, len(waiting))

@@ -333,6 +333,12 @@ def notes(document: ResultsDocument) -> list[str]:
     if hosts:
         said = ", ".join(f"{name} {formats.size(size)}" for name, size in hosts)
         lines.append(f"evicted tokens in host memory, beside what is held: {said}")
+    rows = max((each.cost.batch or 1 for each in document.results if each.cost), default=1)
+    if rows > 1:
+        lines.append(
+            f"up to {rows} answers were decoded in one batch; these have no tokens/s (--batch 1"
+            " measures them)"
+        )
     if spent:
         lines.append(
             "K/V: keys and values at the end of a sample, and their share of a full cache; held:"

@@ -104,7 +104,7 @@ def test_a_file_of_a_run_must_hold_the_protocol_of_the_first_version():
     whole = ProtocolEntry(**vars(Protocol())).model_dump()
     for name in whole:
         less = {key: value for key, value in whole.items() if key != name}
-        if name in ("keep_question", "shared_prefill", "answers"):
+        if name in ("keep_question", "shared_prefill", "answers", "batch"):
             assert ProtocolEntry(**less).model_dump() == whole
         else:
             with pytest.raises(ValueError, match="Field required"):

@@ -42,7 +42,8 @@ def ask(
     """Ask every turn of a sample.
 
     Where the query is not known beforehand, the context is compressed first and the question comes
-    as a further turn, compressed with what is left, or kept whole.
+    as a further turn, compressed with what is left, or kept whole. An answer that was decoded with
+    others is taken as it is.
 
     Args:
         task: an `Asking`, which says how its questions are asked.
@@ -51,18 +52,11 @@ def ask(
     Returns:
         Per turn its `prediction`, `references` and `new_tokens`; see `score_answer`.
     """
-    protocol, talks = bench.protocol, task.conversation
+    if (decoded := bench.take_decoded()) is not None:
+        return [_record(bench, sample.turns[0], task, decoded)]
+    protocol = bench.protocol
     aware, same, golden = task.knows_query(protocol), task.same_context, task.after_references
-    frame = make_frame(bench.tokenizer, protocol.template, task.chat, thinking=task.enable_thinking)
-    frame = spoken(frame) if talks else frame
-    prompt = first_prompt(
-        bench.tokenizer,
-        frame,
-        sample,
-        max_length=_max_length(bench, sample),
-        truncate=protocol.truncate,
-        conversation=talks,
-    )
+    frame, prompt = _put(bench, sample, task)
     cache, read_so_far = bench.new_cache(), False
     if cache.link.rope is not None and not (aware and len(sample.turns) == 1):
         cache.expect_length(_whole_length(bench, sample, frame, prompt, task))
@@ -101,6 +95,28 @@ def ask(
             ends = bench.model.generation_config.eos_token_id
             talk.hear(read_answer(bench.tokenizer, said, ends))
     return answers
+
+
+def ids_of_first(bench: Bench, sample: Sample, task: Any) -> tuple[Tensor, int]:
+    """Return the ids of a prompt with its question, and how many tokens its answer has at most."""
+    prompt = _put(bench, sample, task)[1]
+    ids = bench.encode(prompt.context + prompt.question, special=prompt.special)
+    return ids, _answer_tokens(bench, sample.turns[0])
+
+
+def _put(bench: Bench, sample: Sample, task: Any) -> tuple[Frame, Prompt]:
+    protocol, talks = bench.protocol, task.conversation
+    frame = make_frame(bench.tokenizer, protocol.template, task.chat, thinking=task.enable_thinking)
+    frame = spoken(frame) if talks else frame
+    prompt = first_prompt(
+        bench.tokenizer,
+        frame,
+        sample,
+        max_length=_max_length(bench, sample),
+        truncate=protocol.truncate,
+        conversation=talks,
+    )
+    return frame, prompt
 
 
 class _Talk:
@@ -174,20 +190,27 @@ def _max_length(bench: Bench, sample: Sample) -> int | None:
 def _answer(
     bench: Bench, cache: KVCache, turn: Turn, task: Any, temperature: float | None, seed: int | None
 ) -> Json:
-    stop, fewest = (*task.stop, *bench.protocol.stop), task.min_new_tokens
     result = bench.decode(
         cache,
         max_new_tokens=_answer_tokens(bench, turn),
-        stop=stop,
-        min_new_tokens=fewest,
+        stop=(*task.stop, *bench.protocol.stop),
+        min_new_tokens=task.min_new_tokens,
         temperature=temperature,
         seed=seed,
     )
-    begun = bench.tokenizer.decode(result.token_ids[0][:fewest], skip_special_tokens=True)
+    return _record(bench, turn, task, result.token_ids[0])
+
+
+def _record(bench: Bench, turn: Turn, task: Any, token_ids: list[int]) -> Json:
+    begun, text = (
+        bench.tokenizer.decode(ids, skip_special_tokens=True)
+        for ids in (token_ids[: task.min_new_tokens], token_ids)
+    )
+    stop = (*task.stop, *bench.protocol.stop)
     return {
-        "prediction": text_before(stop, result.text[0], start=len(begun)),
+        "prediction": text_before(stop, text, start=len(begun)),
         "references": list(turn.references),
-        "new_tokens": result.new_tokens,
+        "new_tokens": len(token_ids),
     }
 
 

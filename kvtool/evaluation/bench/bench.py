@@ -14,7 +14,7 @@ from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices
+from kvtool.evaluation.bench.meter import Decoded, Meter, Peak, watched_devices
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.generation import Generation, compress, generate, token_logprobs
@@ -63,6 +63,7 @@ class Bench:
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.prompts = prompts
         self.draws: str | None = None
+        self._decoded: Decoded | None = None
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, tuple[int, ...]], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
@@ -70,6 +71,18 @@ class Bench:
     def draw_for(self, text: str | None) -> None:
         """Let policies that draw do so for one text from now on; None: as the policy says."""
         self.draws = text
+
+    def give_decoded(self, decoded: Decoded | None) -> None:
+        """Give the answer to the next sample, decoded with those of others; None: there is none."""
+        self._decoded = decoded
+
+    def take_decoded(self) -> list[int] | None:
+        """Take the tokens of that answer, and count what it has cost."""
+        decoded, self._decoded = self._decoded, None
+        if decoded is None:
+            return None
+        self.meter = decoded.meter
+        return decoded.token_ids
 
     def restart_meter(self) -> None:
         """Forget what has been counted so far."""

@@ -83,6 +83,8 @@ class Meter:
         kept_per_layer: the most tokens that each layer held after a prompt or a turn.
         shared: whether a prompt was read for others, too: its seconds are those of all together,
             and its memory cannot be measured alone.
+        rows: answers that were decoded in one batch: its seconds are its share of each step's, and
+            its memory cannot be measured alone either.
     """
 
     peak: Peak
@@ -94,6 +96,7 @@ class Meter:
     bytes: dict[str, float] = field(default_factory=dict)
     kept_per_layer: list[int] = field(default_factory=list)
     shared: bool = False
+    rows: int = 1
 
     def count_prefill(
         self, cache: KVCache, *, tokens: int, seconds: float, shared: bool = False
@@ -116,6 +119,11 @@ class Meter:
         self.new_tokens += steps if tokens is None else tokens
         self.decoded += steps
         self.read(cache)
+
+    def count_step(self, seconds: float, rows: int) -> None:
+        """Count the share of a step in which some rows were decoded."""
+        self.decode_s += seconds
+        self.rows = max(self.rows, rows)
 
     def count_answer(self, cache: KVCache, tokens: int, seconds: float, *, grown: bool) -> None:
         """Count an answer that was scored, whose seconds are not those of decoding.
@@ -158,5 +166,14 @@ class Meter:
             "decode_s": round(self.decode_s, 6),
             **self.bytes,
             **({"kept_per_layer": self.kept_per_layer} if self.kept_per_layer else {}),
-            "peak_memory_bytes": None if self.shared else self.peak.growth(),
+            "peak_memory_bytes": None if self.shared or self.rows > 1 else self.peak.growth(),
+            **({"batch": self.rows} if self.rows > 1 else {}),
         }
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """An answer that was decoded with those of other samples, and what it has cost."""
+
+    token_ids: list[int]
+    meter: Meter

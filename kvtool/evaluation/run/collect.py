@@ -129,6 +129,7 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         return mean(name) if all(cost.get(name) is not None for cost in costs) else None
 
     peaks = [cost["peak_memory_bytes"] for cost in costs]
+    rows = max(cost.get("batch", 1) for cost in costs)
     return Cost(
         **{name: mean(name) for name in _MEANS},
         peak_kv_bytes=max(cost["peak_kv_bytes"] for cost in costs),
@@ -136,7 +137,8 @@ def _cost(costs: Sequence[Json]) -> Cost | None:
         prefill_s=mean("prefill_s"),
         decode_s=mean("decode_s"),
         prefill_tokens_per_s=rate("prompt_tokens", "prefill_s"),
-        decode_tokens_per_s=rate("decoded_tokens", "decode_s"),
+        decode_tokens_per_s=rate("decoded_tokens", "decode_s") if rows == 1 else None,
+        batch=rows if rows > 1 else None,
         allocated_bytes=if_all("allocated_bytes"),
         evicted_share=if_all("evicted"),
         host_bytes=if_all("host_bytes"),

@@ -264,6 +264,7 @@ def _decoded(measured: Measured) -> dict[str, Part]:
         name: (float(cost["decoded_tokens"]), float(cost["decode_s"]))
         for name, cost in costs.items()
         if cost.get("decoded_tokens", 0) > 0 and cost.get("decode_s", 0) > 0
+        if cost.get("batch", 1) == 1
     }
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvtool.evaluation.bench.bench import Bench
     from kvtool.models.load import Loaded
 
+_BATCHES = 4  # of samples that run under one variant before the next
 WHICH_SAMPLES = frozenset({"name", "seed", "samples", "lengths", "depths", "data", "digits"})
 """Settings that only choose samples; what a sample holds is in its key by itself."""
 
@@ -169,47 +170,71 @@ def run_measurements(
     place: Place,
     store: Store,
 ) -> Iterator[Step]:
-    """Measure one after the other; yield a step for each once its line is written."""
+    """Measure one after the other; yield a step for each once its line is written.
+
+    A sample runs under all variants before the next one. Of samples whose answers are decoded
+    together, a few batches run under one variant before the next.
+    """
     from kvtool.evaluation.bench.bench import Bench
     from kvtool.evaluation.bench.shared import SharedPrompts
+    from kvtool.evaluation.bench.together import decode_together, joins
 
     shared: dict[str, Any] = {}
     prompts = SharedPrompts() if place.protocol.shared_prefill else None
-    benches = {
-        variant: Bench(loaded, variant, place.protocol, shared, prompts) for variant in variants
-    }
-    warm: set[Variant] = set()
+    benches = [Bench(loaded, variant, place.protocol, shared, prompts) for variant in variants]
+    warm: set[int] = set()
     keys = {
-        (variant, job.task.name): (
+        (v, j): (
             place.configuration(variant, job.task),
             place.shared_fingerprint(variant, job.task),
         )
-        for variant in variants
-        for job in jobs
+        for v, variant in enumerate(variants)
+        for j, job in enumerate(jobs)
     }
-    for (j, s), of_sample in groupby(measurements, key=lambda each: (each.job, each.sample)):
-        task, sample, content = jobs[j].task, jobs[j].samples[s], jobs[j].hashes[s]
+    sizes = [job.task.largest_batch(place.protocol) for job in jobs]
+    batched = {v for v, bench in enumerate(benches) if max(sizes, default=1) > 1 and joins(bench)}
+
+    def group(each: Measurement) -> tuple[int, int, int]:
+        size, turns = sizes[each.job], jobs[each.job].samples[each.sample].turns
+        if size == 1 or each.variant not in batched or len(turns) != 1:
+            return each.job, each.sample, -1
+        return each.job, each.sample - each.sample % (_BATCHES * size), each.variant
+
+    def warmed(v: int) -> Bench:
+        if v not in warm:
+            benches[v].warm_up()
+            warm.add(v)
+        return benches[v]
+
+    def measure(each: Measurement) -> Step:
+        job, variant = jobs[each.job], variants[each.variant]
+        sample, content = job.samples[each.sample], job.hashes[each.sample]
+        record = _measure(warmed(each.variant), job.task, sample)
+        configuration, shared_fingerprint = keys[each.variant, each.job]
+        head: Json = {
+            "key": sample_key(configuration, content),
+            "configuration": configuration,
+            "fingerprint": fingerprint(shared_fingerprint, content),
+            "id": sample.id,
+        } | ({"cell": dict(sample.cell)} if sample.cell else {})
+        store.append(variant.folder, job.task.name, head | record)
+        return Step(variant.name, job.task.name, sample.id, record.get("error"))
+
+    for (j, s, v), of_group in groupby(sorted(measurements, key=group), key=group):
+        task, left = jobs[j].task, dict(enumerate(of_group))
         shared.clear()
-        of_all = [variants[each.variant] for each in of_sample]
-        for variant in of_all:
-            # of a compiled decode, other draws are another graph
-            benches[variant].draw_for(None if getattr(task, "compile", False) else content)
+        for each in left.values():
+            # of a compiled decode, other draws are another graph; of a batch, there are none
+            draws = None if getattr(task, "compile", False) else jobs[j].hashes[s]
+            benches[each.variant].draw_for(draws)
         if prompts is not None:
-            prompts.begin([benches[variant] for variant in of_all])
-        for variant in of_all:
-            if variant not in warm:
-                benches[variant].warm_up()
-                warm.add(variant)
-            record = _measure(benches[variant], task, sample)
-            configuration, shared_fingerprint = keys[variant, task.name]
-            head: Json = {
-                "key": sample_key(configuration, content),
-                "configuration": configuration,
-                "fingerprint": fingerprint(shared_fingerprint, content),
-                "id": sample.id,
-            } | ({"cell": dict(sample.cell)} if sample.cell else {})
-            store.append(variant.folder, task.name, head | record)
-            yield Step(variant.name, task.name, sample.id, record.get("error"))
+            prompts.begin([benches[each.variant] for each in left.values()])
+        if v >= 0:
+            samples = [jobs[j].samples[each.sample] for each in left.values()]
+            for i, decoded in decode_together(warmed(v), task, samples, sizes[j]):
+                benches[v].give_decoded(decoded)
+                yield measure(left.pop(i))
+        yield from map(measure, left.values())
 
 
 def _measure(bench: Bench, task: Task, sample: Sample) -> Json:

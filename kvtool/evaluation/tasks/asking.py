@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 _SCORED = ("nll", "right_tokens")
+_ROWS = 16  # of a batch, by default, where answers are long
 
 
 class AskedTurn(BaseModel):
@@ -114,6 +115,18 @@ class Asking(Task):
     @abstractmethod
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Score one answer, from 0 to `best`."""
+
+    @property
+    def asks_once(self) -> bool:
+        """Whether it asks each sample's questions once, and the likeliest tokens are the answer."""
+        return type(self).run is Asking.run and not self.min_new_tokens
+
+    def largest_batch(self, protocol: Protocol) -> int:
+        scored = self.one_answer and protocol.answers == "scored"
+        alone = protocol.shared_prefill or protocol.temperature or scored
+        if alone or not (self.asks_once and self.knows_query(protocol)):
+            return 1
+        return protocol.batch or (_ROWS if self.reasons else 1)
 
     def run(self, bench: Bench, sample: Sample) -> Json:
         """Ask every turn."""

@@ -175,6 +175,10 @@ class Reasoning(Read):
         left = tokens.limit - tokens.count(prompt) - _TEMPLATE_TOKENS
         return max(1, min(self.form.new_tokens, left))
 
+    @property
+    def asks_once(self) -> bool:
+        return type(self).run is Reasoning.run and self.samples == 1 and not self.temperature
+
     def run(self, bench: Bench, sample: Sample) -> Json:
         """Answer a problem as often as asked, each time from the prompt on."""
         from kvtool.evaluation.bench.ask import ask

@@ -59,6 +59,7 @@ TASKS: dict[str, str] = {
     "mrcr": "mrcr:Mrcr",
     "longbench-v2": "longbench_v2:LongBenchV2",
     "trace": "trace:Trace",
+    "chain": "chain:Chain",
     **dict.fromkeys(("gsm8k", "math500", "aime24", "aime25"), "reasoning:Reasoning"),
     "ppl": "perplexity:Perplexity",
     "fidelity": "fidelity:FidelityTask",

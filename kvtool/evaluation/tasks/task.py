@@ -114,6 +114,10 @@ class Task(BaseModel, ABC):
         """Return whether a question that is not in that prompt is kept whole."""
         return protocol.keep_question and not self.knows_query(protocol)
 
+    def largest_batch(self, protocol: Protocol) -> int:
+        """Return how many samples' answers are decoded in one batch at most."""
+        return 1
+
     def work(self, sample: Sample) -> int:
         """Return how long a sample takes beside those of other tasks, roughly: its characters."""
         return 1 + len(sample.context) + sum(len(turn.question) for turn in sample.turns)

@@ -1,16 +1,16 @@
 """Lines that say how far a run is, and how much work it is."""
 
 from kvtool.evaluation.measure import ProgressLines, work_in_words
-from kvtool.evaluation.run.runner import Job, Measurement
+from kvtool.evaluation.run.runner import Job, Measurement, Step
 from kvtool.evaluation.samples.sample import Sample
 from tests.evaluation.echo import Echo
 from tests.evaluation.tasks.drawing import make
 from tests.evaluation.tokenizers import WORDS
 
 
-def job(cells, each):
+def job(cells, each, name="echo"):
     samples = [Sample(f"{c}/{i}", "", cell={"depth": c}) for c in range(cells) for i in range(each)]
-    return Job(Echo(name="echo"), samples, [sample.id for sample in samples])
+    return Job(Echo(name=name), samples, [sample.id for sample in samples])
 
 
 def said(jobs, variants, seconds=0.0):
@@ -23,18 +23,28 @@ def said(jobs, variants, seconds=0.0):
     ]
     lines, now = [], [0.0]
     progress = ProgressLines(part, jobs, lines.append, lambda: now[0])
-    for _ in part:
+    for each in part:
         now[0] += seconds
-        progress.step()
+        job = jobs[each.job]
+        progress.step(Step("full", job.task.name, job.samples[each.sample].id, None))
     return lines
 
 
 def test_a_line_comes_for_each_finished_cell():
-    assert said([job(2, 3), job(1, 1)], 2) == [
+    assert said([job(2, 3), job(1, 1, "last")], 2) == [
         "measured 6/14: echo depth=0",
         "measured 12/14: echo depth=1",
-        "measured 14/14: echo depth=0",
+        "measured 14/14: last depth=0",
     ]
+
+
+def test_a_cell_is_finished_when_the_last_of_its_measurements_is():
+    """In a batch, answers end in an order of their own."""
+    jobs, lines = [job(2, 2)], []
+    progress = ProgressLines([Measurement(0, s, 0, 1) for s in range(4)], jobs, lines.append)
+    for sample in ("0/0", "1/1", "1/0", "0/1"):
+        progress.step(Step("full", "echo", sample, None))
+    assert lines == ["measured 3/4: echo depth=1", "measured 4/4: echo depth=0"]
 
 
 def test_many_cells_share_lines_and_the_last_one_comes():
