@@ -6,6 +6,7 @@ from kvtool.errors import KvtoolError
 from kvtool.policies.codec.int4 import Int4
 from kvtool.profiling.output_error import _Sums as Sums
 from kvtool.profiling.output_error import output_error
+from tests.cache.test_key_bias import narrowed_by_hand, ranges_by_hand
 from tests.models_for_tests import family_model, peaky_model, random_ids
 
 MODES = ["isolated", "end_to_end"]
@@ -42,6 +43,16 @@ def test_the_first_layer_errs_alike_in_both_modes(model, policy):
     assert isolated[0] > 1e-6
     assert isolated[0] == pytest.approx(through[0], rel=1e-4)
     assert isolated[1] != pytest.approx(through[1], rel=1e-3)
+
+
+def rounded_keys(keys, prompt, layer, codec):
+    """Store keys and bring them back, by the centre and the power of each channel of the prompt."""
+    if codec is None:
+        return keys
+    centre, exponent = ranges_by_hand(prompt[None, None], [len(prompt)])
+    moved, centred = (each[0, 0] for each in narrowed_by_hand(keys[None, None], centre, exponent))
+    back = rounded(moved, layer, codec) * 2 ** exponent[0, 0]
+    return torch.where(centred, back + centre[0, 0], -back)
 
 
 def rounded(vectors, layer, codec):
@@ -97,10 +108,9 @@ def test_isolated_errors_equal_a_plain_loop(base, codec):
             places = [*range(sinks), *recent] if base == "streaming" else [*range(held)]
             for head in range(call.query.shape[1]):
                 group = head // (call.query.shape[1] // call.key.shape[1])
-                keys, values = (
-                    rounded(tensor[0, group, places], index, codec)
-                    for tensor in (call.key, call.value)
-                )
+                own, values = call.key[0, group], call.value[0, group, places]
+                keys = rounded_keys(own[places], own[:prompt], index, codec)
+                values = rounded(values, index, codec)
                 weights = (keys @ call.query[0, head, 0] * call.scale).softmax(0)
                 error += (weights @ values - out[0, head, 0]).square().sum().item()
                 size += out[0, head, 0].square().sum().item()
