@@ -211,6 +211,8 @@ MOST_EXPONENT = 15
 """Of the powers of two that channels are divided by, to either side."""
 
 _WIDEST = 3  # powers of two that a channel may stay wider than the middle one
+_NARROWEST = 1  # the most by which one is widened: a channel that has stood still may move later
+_VARIED = 0.1  # share of the values' energy around their mean; texts of real models: .3 to 1
 
 
 def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
@@ -219,7 +221,7 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
     It is wider than the middle channel of its head, by standard deviations around the mean. Half
     the power leaves the larger channels the larger share of the codes, as attention needs it. Where
     a channel would still be more than 8 times as wide as the middle one, it is the larger power
-    that leaves it at most so.
+    that leaves it at most so. No channel is widened by more than 2.
 
     Args:
         keys: (batch, kv_heads, tokens, dim).
@@ -230,15 +232,37 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
     numbers = keys.detach().float() * weight
     mean = numbers.sum(2, keepdim=True) / count.clamp(min=1)
     limit = torch.finfo(torch.float16).max
-    centre = torch.where(count >= FEWEST, mean, 0.0).nan_to_num(0.0).clamp(-limit, limit).half()
+    centre = (
+        torch.where(count >= FEWEST, mean, 0.0)
+        .nan_to_num(0.0, 0.0, 0.0)
+        .clamp(-limit, limit)
+        .half()
+    )
     squares = ((numbers - centre) * weight).square().sum(2, keepdim=True)
     spread = (squares / count.clamp(min=1)).sqrt()
     middle = spread.median(-1, keepdim=True).values
-    powers = (spread / middle).log2().nan_to_num(0.0)
+    powers = (spread / middle).log2().nan_to_num(0.0, 0.0, 0.0)
     powers = torch.maximum((powers / 2).round(), powers.ceil() - _WIDEST)
     known = (count >= FEWEST) & (middle > 0) & (spread > 0)
-    exponent = torch.where(known, powers, 0.0).clamp(-MOST_EXPONENT, MOST_EXPONENT)
+    exponent = torch.where(known, powers, 0.0).clamp(-_NARROWEST, MOST_EXPONENT)
     return ChannelRanges(centre, exponent.to(torch.int8))
+
+
+def are_varied(values: Tensor, valid: Tensor) -> Tensor:
+    """Tell whether a text is more than one token again and again, whose keys RoPE alone moves.
+
+    Args:
+        values: (batch, kv_heads, tokens, dim), which have no positions.
+        valid: bool (batch or 1, tokens), False for padding.
+
+    Returns:
+        Bool (batch, kv_heads, 1, 1): whether half of the values or more lie away from the mean, or
+            all are 0.
+    """
+    numbers = values.detach().float().masked_fill(~valid[:, None, :, None], torch.nan)
+    apart = (numbers - numbers.nanmean(2, keepdim=True)).square().sum(-1, keepdim=True)
+    energy = numbers.square().sum(-1, keepdim=True).nanmean(2, keepdim=True)
+    return apart.nanmedian(2, keepdim=True).values >= _VARIED * energy
 
 
 def sylvester(size: int) -> Tensor:

@@ -118,7 +118,7 @@ def ranges_by_hand(keys: torch.Tensor, count: list[int]) -> tuple[torch.Tensor, 
                 steps = round(math.log2(spread / middle) / 2)  # half to even
                 while spread / 2**steps > 8 * middle:
                     steps += 1
-                exponent[entry, head, 0, c] = min(15, max(-15, steps))
+                exponent[entry, head, 0, c] = min(15, max(-1, steps))
     return centre, exponent
 
 
@@ -237,6 +237,39 @@ def test_most_channels_are_as_exact_as_without_a_bias(codec, places):
         decoded, _ = each.dequantise(each.quantise(numbers, torch.zeros_like(numbers)))
         errors.append((decoded - numbers)[..., channels].abs().mean())
     assert errors[0] < 4 * errors[1]  # without ranges 50 times and more
+
+
+@pytest.mark.parametrize("repeated", [8, 64])
+@pytest.mark.parametrize("codec", [Int4(), Int8(), FP8()])
+def test_one_token_again_and_again_says_nothing_of_the_channels(codec, repeated):
+    """RoPE alone moves its keys; by their spread, the fast channels of all others would be lost."""
+    generator = torch.Generator().manual_seed(4)
+    rotation = Rotation(10000.0 ** (-torch.arange(16) / 16), interleaved=False)
+    places = torch.arange(512.0 + repeated).expand(2, 1, -1)
+    same, others = (torch.randn(2, 2, n, 32, generator=generator) for n in (1, 512))
+    keys = rotation.shift(torch.cat([same.expand(-1, -1, repeated, -1), others], 2), places)
+    form, empty = make_form(codec, 0, keys, keys), torch.tensor([True])
+    block, new = keys[:, :, :repeated], torch.arange(repeated)[None]
+    values = same.expand_as(block)
+    fitted = form.fitted(0, block, values, new, empty)
+    assert not any(each.any() for each in fitted.ranges)
+    rest = keys[:, :, repeated:]
+    wrong, plain = (
+        (each.dequantise_keys(each.quantise(rest, rest)) - rest).norm() for each in (fitted, form)
+    )
+    assert wrong <= 1.001 * plain
+    assert form.fitted(0, block, torch.randn(block.shape), new, empty).ranges.centre.any()
+
+
+def test_a_channel_that_stands_still_may_move_later():
+    keys = biased_keys([])
+    keys[..., 5] = 3.0
+    keys[..., 7] = torch.inf
+    found = channel_ranges(keys, torch.ones(1, 40, dtype=torch.bool))
+    assert found.exponent[..., [5, 7]].flatten().tolist() == [0, 0] * 4
+    assert found.exponent.min() >= -1
+    assert found.centre[..., 7].abs().max() == 0
+    assert found.centre[..., 5].unique().tolist() == [3.0]
 
 
 def test_values_that_rounding_would_lose_are_refused():

@@ -20,6 +20,7 @@ from kvtool.maths.quantise import (
     ChannelRanges,
     RandomRotation,
     are_centred,
+    are_varied,
     channel_ranges,
     lost_share,
     with_signs,
@@ -28,7 +29,7 @@ from kvtool.maths.selection import take
 from kvtool.policies.codec.codec import Codec
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 Stored = dict[str, Tensor]
 
@@ -55,7 +56,7 @@ class Form:
         """Take in what is like the keys and values to store, (batch, kv_heads, tokens, dim)."""
         self.sample = tuple(_empty(tensor) for tensor in (keys, values))
 
-    def __deepcopy__(self, memo: dict) -> Self:
+    def __deepcopy__(self, memo: dict) -> Form:
         return self  # nothing in it ever changes
 
     @property
@@ -163,11 +164,14 @@ class CodedForm(Form):
         vars(form).update(ranges=own, shifted=shifted)
         return form
 
+    def __deepcopy__(self, memo: dict) -> CodedForm:
+        return self.with_ranges(self.ranges, shifted=self.shifted)  # which are written in place
+
     @torch.no_grad()
     def fitted(self, layer: int, keys: Tensor, values: Tensor, new: Tensor, empty: Tensor) -> Form:
         valid = new >= 0
-        found = channel_ranges(keys, valid)
-        mask = empty[:, None, None, None]
+        varied, mask = are_varied(values, valid), empty[:, None, None, None]
+        found = (torch.where(varied, each, 0) for each in channel_ranges(keys, valid))
         pairs = zip(found, self.ranges, strict=True)
         ranges = ChannelRanges(*(torch.where(mask, own, old) for own, old in pairs))
         enough = int(valid.sum(1).max()) >= FEWEST
