@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from kvtool.documents.memory import DeviceMemory
 from kvtool.documents.plan import Way
 from kvtool.errors import UsageError
-from kvtool.model_shape import has_key_biases
+from kvtool.model_shape import FREE, has_key_biases, layer_kinds
 from kvtool.planning.fit import Run
-from kvtool.planning.lost_answers import packaged
+from kvtool.planning.lost_answers import NOISE, packaged
 from kvtool.planning.ways import Asked, list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
+from kvtool.policies.scores.full import Full
 from kvtool.sizes import Budget, bytes_in_words, says_default_block, spell_prefill
 from kvtool.watcher import Watcher
 
@@ -27,13 +28,20 @@ Choice = tuple[Policy, Budget | None, str]
 
 
 def choose_way(
-    settings: CachedSettings, run: Run, memory: DeviceMemory, asked: Asked, watcher: Watcher
+    settings: CachedSettings,
+    run: Run,
+    memory: DeviceMemory,
+    asked: Asked,
+    watcher: Watcher,
+    *,
+    turns: bool = False,
 ) -> Choice:
     """Return the way to run a prompt that is expected to lose the fewest answers, and say so.
 
     Args:
         run: of the prompt under any policy.
         asked: whether the question is in the prompt.
+        turns: whether the prompt comes in several turns, of which some policies cut the first only.
 
     Raises:
         UsageError: nothing fits; the memory or the size of the weights is not known.
@@ -49,8 +57,13 @@ def choose_way(
         bits=bits,
         prefill=given if given is None or says_default_block(given) else spell_prefill(given),
     )
+    if not any(kind in FREE for kind in layer_kinds(run.config.get_text_config(decoder=True))):
+        watcher.note("auto: -p full; each layer keeps a window of its own")
+        return Policy(Full()), None, spell_prefill(given or "full", device=run.device)
     losses = packaged(key_biases=has_key_biases(run.config))
     ways = list_ways(run, losses, lambda *_: "", asked)
+    if turns:
+        ways = [way for way in ways if parse_policy(way.policy).repetition is None]
     fitting = [way for way in ways if way.fits]
     if not fitting:
         nearest = sorted(ways, key=lambda way: way.excess)[:_NAMED]
@@ -61,7 +74,7 @@ def choose_way(
         )
     for word, way in zip(("auto", "second"), fitting, strict=False):
         watcher.note(f"{word}: {_name(way)} {_why(way, run.text.prompt, asked)}")
-    watcher.note(f"memory: {memory.there()}")
+    watcher.note(f"memory: {memory.there()}; losses closer than {NOISE:.0%} count as equal")
     first = fitting[0]
     policy = parse_policy(first.policy, imports=False)
     tokens = first.reads or first.tokens

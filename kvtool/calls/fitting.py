@@ -103,7 +103,9 @@ def with_budget(
     memory = _memory_of(settings, run)
     if settings.chooses:
         asked: Asked = "later" if later else "known"
-        policy, budget, prefill = choose_way(settings, run, memory, asked, watcher)
+        policy, budget, prefill = choose_way(
+            settings, run, memory, asked, watcher, turns=turns is not None
+        )
         return replace(request, policy=policy, budget=budget, prefill=prefill)
     assert request.budget is not None
     budget = choose_bytes([run], request.budget, memory)

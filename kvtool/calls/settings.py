@@ -330,6 +330,8 @@ class GenerationSettings(DecodingSettings, PromptSettings):
         _ = self.new_tokens, self.memory_bytes
         if self.later and not self.chooses:
             raise UsageError("--later goes with -p auto")
+        if self.compare_full and self.chooses:
+            raise UsageError("--compare-full holds a full cache, too, which -p auto does not count")
         if self.temperature is not None:
             check_temperature(self.temperature, "--temperature")
         if "" in self.stop:

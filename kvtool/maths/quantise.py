@@ -211,7 +211,7 @@ MOST_EXPONENT = 15
 """Of the powers of two that channels are divided by, to either side."""
 
 _WIDEST = 3  # powers of two that a channel may stay wider than the middle one
-_NARROWEST = 1  # the most by which one is widened: a channel that has stood still may move later
+_NARROWEST = 1  # the most by which one is widened: a constant channel may vary later
 _VARIED = 0.1  # share of the values' energy around their mean; texts of real models: .3 to 1
 
 
@@ -249,7 +249,7 @@ def channel_ranges(keys: Tensor, valid: Tensor) -> ChannelRanges:
 
 
 def are_varied(values: Tensor, valid: Tensor) -> Tensor:
-    """Tell whether a text is more than one token again and again, whose keys RoPE alone moves.
+    """Say whether a text is more than one token again and again, whose keys RoPE alone moves.
 
     Args:
         values: (batch, kv_heads, tokens, dim), which have no positions.

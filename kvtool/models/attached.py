@@ -80,7 +80,7 @@ class ModelSource:
     ) -> DeviceMemory:
         """Estimate what the weights will take of a device, and what is free there.
 
-        The weights of a loaded model are in what is not free.
+        The weights of a loaded model are in what is not free, but part of a memory that is named.
 
         Args:
             device: `cpu`, `cuda` or `cuda:1`.
@@ -90,7 +90,8 @@ class ModelSource:
         """
         if self.loaded is not None:
             place, free = free_memory(str(self.loaded.model.device))
-            return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=0)
+            weights = 0 if memory is None else self.loaded.model.get_memory_footprint()
+            return DeviceMemory(device=place, free_bytes=memory or free, weights_bytes=weights)
         place, free = memory_of(device, memory, spread=spread)
         given: dict[str, Any] = {"bits": bits, "name": self.name, "device": place}
         weights = weight_bytes(config, dtype, self.where, **given)

@@ -14,7 +14,7 @@ from typing import Literal
 from kvtool.documents.plan import KINDS, Peaks, Prefill, Way, WayKind, WayLoss
 from kvtool.errors import UsageError
 from kvtool.identity import config_hash
-from kvtool.model_shape import LayerShape, has_key_biases
+from kvtool.model_shape import LayerShape, has_key_biases, stores_latents
 from kvtool.planning.budgets import even_budgets
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.fit import PREFILLS, Run
@@ -132,7 +132,7 @@ class _Maker:
         else:
             pairs = self.run.most_pairs(policy)
         loss = None if pairs is None else self.losses.at(reader, pairs / prompt)
-        if pairs is None or loss is None or pairs >= prompt:
+        if pairs is None or loss is None or not policy.min_budget <= pairs < prompt:
             return None
         kept = even_budgets(policy, pairs, self.run.layers, self.run.text)[0].tokens
         return self._way(policy, "reading", pairs, min(kept, prompt), loss)
@@ -144,7 +144,7 @@ class _Maker:
             check_dims(policy, self.run.layers)
         except UsageError:
             return None
-        return policy
+        return None if policy.moments is not None and stores_latents(self.run.config) else policy
 
     def _way(self, policy: Policy, kind: WayKind, budget: int | None, kept: int, loss: Loss) -> Way:
         run, prompt = self.run, self.run.text.prompt

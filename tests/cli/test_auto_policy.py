@@ -3,9 +3,18 @@
 import json
 
 import pytest
+from transformers import AutoConfig
 
 import kvtool as package
+from kvtool.calls.auto_policy import choose_way
+from kvtool.calls.settings import GenerationSettings
+from kvtool.documents.memory import DeviceMemory
+from kvtool.models.load import load
+from kvtool.planning.bytes import Text
+from kvtool.planning.fit import Run
+from kvtool.planning.variants import FULL_CACHE
 from kvtool.watcher import Watcher
+from tests.models.published import LLAMA_3 as LLAMA
 
 PROMPT = "The code is 12. " * 320
 ASKED = ("--prompt", PROMPT, "-n", "2")
@@ -93,6 +102,50 @@ def test_python_takes_it_too(memory):
     assert any(text.startswith(f"auto: -p {document.policy}") for text in told)
 
 
+def test_a_loaded_model_counts_in_a_memory_that_is_named(memory):
+    """What is free there is all that is named, so that weights are a part of it."""
+    size, told = memory(0.3), []
+    loaded = load(None)
+
+    class Notes(Watcher):
+        def note(self, text):
+            told.append(text)
+
+    for model in (None, loaded):
+        asked = {"max_new_tokens": 2, "device_memory": size, "watcher": Notes()}
+        package.generate(model, PROMPT, "auto", **asked)
+    chosen_ones = [text for text in told if text.startswith("auto: ")]
+    assert len(chosen_ones) == 2
+    assert chosen_ones[0] == chosen_ones[1]
+
+
+@pytest.mark.parametrize("words", [("hi",), ("a b",), ("12 12 12",)])
+def test_prompts_of_a_few_tokens_keep_all(kvtool, words):
+    done = kvtool("generate", "--prompt", *words, "-n", "2", "-p", "auto", "--memory", "1GiB")
+    assert (done.code, chosen(done)[0]) == (0, {"-p": "full"})
+
+
+def test_turns_go_by_no_policy_that_cuts_the_first_alone():
+    """KVzip cuts the first turn; what follows is kept whole, which no memory is planned for."""
+    run = Run(AutoConfig.for_model(**LLAMA), "bfloat16", FULL_CACHE, Text(30_000, 100))
+    there = DeviceMemory(device="cpu", free_bytes=17 * 2**30, weights_bytes=16 * 2**30)
+    settings = GenerationSettings(policy="auto")
+    names = {
+        turns: choose_way(settings, run, there, "later", Watcher(), turns=turns)[0].score.name
+        for turns in (False, True)
+    }
+    assert names[False] == "kvzip"
+    assert names[True] != "kvzip"
+
+
+def test_a_model_of_windows_alone_keeps_them():
+    config = LLAMA | {"model_type": "mistral", "sliding_window": 64}
+    run = Run(AutoConfig.for_model(**config), "bfloat16", FULL_CACHE, Text(3_000, 100))
+    there = DeviceMemory(device="cpu", free_bytes=18 * 2**30, weights_bytes=16 * 2**30)
+    found = choose_way(GenerationSettings(policy="auto"), run, there, "known", Watcher())
+    assert (str(found[0]), found[1]) == ("full", None)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -100,6 +153,7 @@ def test_python_takes_it_too(memory):
         (("-p", "auto", "--allocator", "uniform"), "leave out --allocator"),
         (("-p", "auto", "--memory", "1MiB"), "-p auto: nothing fits (weights "),
         (("-p", "h2o", "--later"), "--later goes with -p auto"),
+        (("-p", "auto", "--compare-full"), "--compare-full holds a full cache, too"),
         (("-p", "auto+int8"), "policy `auto` is not offered"),
     ],
 )
