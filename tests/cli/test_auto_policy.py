@@ -1,5 +1,6 @@
 """`-p auto`: the first way of a plan for this prompt in the memory that there is."""
 
+import copy
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from kvtool.calls.auto_policy import choose_way
 from kvtool.calls.settings import GenerationSettings
 from kvtool.documents.memory import DeviceMemory
 from kvtool.models.load import load
+from kvtool.plain_config import plain_config
 from kvtool.planning.bytes import Text
 from kvtool.planning.fit import Run
 from kvtool.planning.variants import FULL_CACHE
@@ -127,7 +129,7 @@ def test_prompts_of_a_few_tokens_keep_all(kvtool, words):
 
 def test_turns_go_by_no_policy_that_cuts_the_first_alone():
     """KVzip cuts the first turn; what follows is kept whole, which no memory is planned for."""
-    run = Run(AutoConfig.for_model(**LLAMA), "bfloat16", FULL_CACHE, Text(30_000, 100))
+    run = Run(plain_config(LLAMA), "bfloat16", FULL_CACHE, Text(30_000, 100))
     there = DeviceMemory(device="cpu", free_bytes=17 * 2**30, weights_bytes=16 * 2**30)
     settings = GenerationSettings(policy="auto")
     names = {
@@ -139,7 +141,7 @@ def test_turns_go_by_no_policy_that_cuts_the_first_alone():
 
 
 def test_a_model_of_windows_alone_keeps_them():
-    config = LLAMA | {"model_type": "mistral", "sliding_window": 64}
+    config = copy.deepcopy(LLAMA) | {"model_type": "mistral", "sliding_window": 64}
     run = Run(AutoConfig.for_model(**config), "bfloat16", FULL_CACHE, Text(3_000, 100))
     there = DeviceMemory(device="cpu", free_bytes=18 * 2**30, weights_bytes=16 * 2**30)
     found = choose_way(GenerationSettings(policy="auto"), run, there, "known", Watcher())

@@ -1,4 +1,21 @@
-"""Entries of config.json files as their authors publish them."""
+"""Entries of config.json files as their authors publish them.
+
+Transformers adds to rotations that it is handed: those below refuse, so that a test which forgets
+to copy them fails itself, and not another test after it.
+"""
+
+
+class Published(dict):
+    """Rotations as published; a deep copy is a plain dictionary."""
+
+    def _refuse(self, *_args, **_changes):
+        raise TypeError("copy.deepcopy what was published before it is changed")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = clear = _refuse
+
+    def __deepcopy__(self, memo):
+        return dict(self)
+
 
 LLAMA_3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -18,13 +35,15 @@ LLAMA_3 = {
     "num_key_value_heads": 8,
     "pretraining_tp": 1,
     "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
+    "rope_scaling": Published(
+        {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        }
+    ),
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
@@ -121,15 +140,17 @@ DEEPSEEK_V3 = {
         "weight_block_size": [128, 128],
     },
     "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
+    "rope_scaling": Published(
+        {
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 40,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096,
+            "type": "yarn",
+        }
+    ),
     "rope_theta": 10000,
     "routed_scaling_factor": 2.5,
     "scoring_func": "sigmoid",
@@ -174,14 +195,16 @@ GPT_OSS_20B = {
         "quant_method": "mxfp4",
     },
     "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
+    "rope_scaling": Published(
+        {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "rope_type": "yarn",
+            "truncate": False,
+        }
+    ),
     "rope_theta": 150000,
     "router_aux_loss_coef": 0.9,
     "sliding_window": 128,
