@@ -99,10 +99,14 @@ def export(
     cache: KVCache | str | Path,
     save: str | Path,
     *,
-    to: Literal["vllm"] = "vllm",
+    to: Literal["vllm", "llamacpp"] = "vllm",
     model: Any = None,
     tokenizer: Any = None,
     dtype: Any = None,
+    engine_version: str | int | None = None,
+    type: Literal["f16", "f32", "q8_0", "q4_0"] | None = None,
+    flash_attention: bool = True,
+    streams: int = 1,
     watcher: Watcher | None = None,
 ) -> ExportDocument: ...
 def plan(

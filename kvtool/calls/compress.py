@@ -123,7 +123,7 @@ def prepare_compression(
     policy, budget = choose_policy(settings, plan, watcher)
     prefill = read_prefill(settings, policy)
     if settings.export_path is not None:
-        from kvtool.engines.vllm.virtual_prompt import refuse_policy
+        from kvtool.engines.virtual_prompt import refuse_policy
 
         refuse_policy(policy)
     request = Request(prompt, source, policy, budget, prefill, plan)

@@ -34,7 +34,7 @@ from kvtool.documents.generation import (
     TurnSection,
 )
 from kvtool.documents.messages import Turns, UserTurn
-from kvtool.engines.vllm.virtual_prompt import refuse_model
+from kvtool.engines.virtual_prompt import refuse_model
 from kvtool.errors import UsageError
 from kvtool.generation import Compressed, Conversation, Generation, compress, generate
 from kvtool.generation.fidelity import join_fidelities

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import ModelSettings, check_cache_file
 from kvtool.calls.from_python import checked
 from kvtool.documents.files import check_writable, expand
-from kvtool.documents.settings import MODEL_SETTINGS, Dtype, flag
-from kvtool.engines.vllm.format import SUFFIX
+from kvtool.documents.settings import MODEL_SETTINGS, flag, settings_of
+from kvtool.engines.targets import Engine, StateType, Target
 from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
 
@@ -20,24 +20,15 @@ if TYPE_CHECKING:
     from kvtool.models.attached import ModelSource
 
 _USAGE = "kvtool export book.kv.safetensors --to vllm --save exported/book.safetensors"
+_TARGET = tuple(each.name for each in settings_of(Target))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportSettings(ModelSettings):
-    """Which cache is exported, for what, and where to.
-
-    Attributes:
-        dtype: of the exported keys and values; `auto`: that of the cache.
-    """
+class ExportSettings(Target, ModelSettings):
+    """Which cache is exported, for what, and where to."""
 
     file: str | None = flag("CACHE.safetensors", "A cache that kvtool compress has saved.")
-    to: Literal["vllm"] = flag("--to", "The engine that will load it.", default="vllm")
-    save: str | None = flag("--save=FILE.safetensors", "Write the exported cache here.")
-    dtype: Dtype = flag(
-        "--dtype",
-        "Of the exported keys and values; auto: that of the cache.  [default: auto]",
-        default="auto",
-    )
+    save: str | None = flag("--save=FILE", "Write the exported cache here.")
 
     @property
     def file_path(self) -> Path | None:
@@ -78,7 +69,7 @@ class ExportSettings(ModelSettings):
             raise UsageError(f"no {missing}", hint=_USAGE)
         check_cache_file(self.file_path)
         self.check_output()
-        _check_suffix(self.save_path)
+        self.check_target(self.save_path)
         if self.file_path.resolve() == self.save_path.resolve():
             raise UsageError(f"--save would write over the cache `{self.file}`")
         return self.file_path, self.save_path
@@ -88,8 +79,8 @@ class ExportSettings(ModelSettings):
 
     def describe(self) -> dict[str, Any]:
         """Return what a dry run prints."""
-        names = ("file", "to", "model", "save", "dtype")
-        return {name: getattr(self, name) for name in names} | {"model": self.model_name}
+        found = {"file": self.file, "model": self.model_name, "save": self.save}
+        return found | {name: getattr(self, name) for name in _TARGET}
 
     def run(self, watcher: Watcher) -> ExportDocument:
         """Export the file, and return what there is to say of it."""
@@ -104,30 +95,34 @@ class ExportSettings(ModelSettings):
 
             names = {"model_name": loaded.name, "tokenizer": loaded.tokenizer}
             cache = load_cache(file, loaded.model)
-            return write_exported(
-                cache, save, watcher, model=loaded.model, dtype=self.dtype, **names
-            )
+            return write_exported(cache, save, watcher, self, model=loaded.model, **names)
 
 
 def export(
     cache: KVCache | str | Path,
     save: str | Path,
     *,
-    to: Literal["vllm"] = "vllm",
+    to: Engine = "vllm",
     model: Any = None,
     tokenizer: Any = None,
     dtype: Any = None,
+    engine_version: str | int | None = None,
+    type: StateType | None = None,
+    flash_attention: bool = True,
+    streams: int = 1,
     watcher: Watcher | None = None,
 ) -> ExportDocument:
     """Export a compressed cache for an engine that loads it in place of a prompt.
 
     Args:
         cache: a cache of one text, or the file of one.
-        save: the file to write; requests may ask for it by its name without the suffix.
+        save: the file to write; requests to vLLM may ask for it by its name without the suffix.
         to: the engine.
         model: of a file: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is
             the one that the file names. A cache knows its model.
         dtype: of the exported keys and values; None: that of the model.
+        engine_version: of llama.cpp's states (2, 3, 4); None: the newest.
+        type, flash_attention, streams: of llama.cpp, as it runs.
         watcher: takes notes and progress; None: no caller does.
 
     Returns:
@@ -137,46 +132,48 @@ def export(
         UsageError: a cache that the engine cannot serve, with the reason; a wrong argument.
         KvtoolError: a file that cannot be read or written, or one of another model.
     """
-    dtype = checked(ExportSettings, {"to": to, "dtype": dtype or "auto"})["dtype"]
+    given = {
+        "to": to,
+        "dtype": dtype or "auto",
+        "engine_version": None if engine_version is None else str(engine_version),
+        "type": type,
+        "flash_attention": flash_attention,
+        "streams": streams,
+    }
+    asked = checked(Target, given)
     watcher = Watcher() if watcher is None else watcher
     if isinstance(cache, (str, Path)):
         from kvtool.models.attached import ModelSource
 
         source = ModelSource.of(model, tokenizer)
-        asked = ExportSettings(
-            model=source.name,
-            loaded=source.loaded,
-            file=str(cache),
-            to=to,
-            save=str(save),
-            dtype=dtype,
-        )
-        return asked.run(watcher)
-    path = expand(str(save))
+        file: dict[str, Any] = {"model": source.name, "loaded": source.loaded, "file": str(cache)}
+        return ExportSettings(**file, save=str(save), **asked).run(watcher)
+    path, target = expand(str(save)), Target(**asked)
     check_writable(path, "--save")
-    _check_suffix(path)
-    return write_exported(cache, path, watcher, model=model, tokenizer=tokenizer, dtype=dtype)
+    target.check_target(path)
+    return write_exported(cache, path, watcher, target, model=model, tokenizer=tokenizer)
 
 
 def write_exported(
-    cache: KVCache, path: Path, watcher: Watcher, *, dtype: str = "auto", **more: Any
+    cache: KVCache, path: Path, watcher: Watcher, target: Target | None = None, **more: Any
 ) -> ExportDocument:
     """Export a cache into a file, and return what there is to say of it.
 
     Args:
-        dtype: of the exported keys and values; `auto`: that of the model.
-        more: further arguments of `kvtool.engines.vllm.virtual_prompt.export_cache`.
+        target: the engine, and how it runs; None: vLLM.
+        more: further arguments of `kvtool.engines.virtual_prompt.export_cache`.
     """
     import torch
 
     from kvtool.documents.generation import ExportDocument
-    from kvtool.engines.vllm.virtual_prompt import export_cache
+    from kvtool.engines.virtual_prompt import export_cache
 
-    exact = None if dtype == "auto" else getattr(torch, dtype)
-    exported = export_cache(cache, dtype=exact, **more)
+    target = target or Target()
+    exact = None if target.dtype == "auto" else getattr(torch, target.dtype)
+    exported = export_cache(cache, to=target.to, dtype=exact, **more)
     for line in exported.notes:
         watcher.note(line)
-    exported.save(path)
+    held_as, size = target.write(exported, path)
     metadata = exported.metadata
     return ExportDocument(
         model=metadata["model"],
@@ -184,16 +181,11 @@ def write_exported(
         saved=str(path),
         slots=len(exported.ids),
         tokens_seen=int(metadata["tokens_seen"]),
-        dtype=metadata["dtype"],
-        bytes=exported.nbytes,
+        dtype=held_as,
+        bytes=size,
         virtual_ids=exported.ids,
+        text=metadata.get("text"),
     )
-
-
-def _check_suffix(path: Path) -> None:
-    """Refuse a file that an engine would not look at."""
-    if path.suffix != SUFFIX:
-        raise UsageError(f"--save must end in {SUFFIX}, got `{path.name}`", hint=_USAGE)
 
 
 def _stored_dtype(path: Path) -> str | None:

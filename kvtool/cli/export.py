@@ -9,7 +9,7 @@ from kvtool.processes import check_alone
 
 
 def export(options: ExportSettings, terminal: Terminal) -> None:
-    """Export a compressed cache, for vLLM to load in place of a prompt."""
+    """Export a compressed cache, for another engine to load in place of a prompt."""
     check_alone("export")
     options.check()
     if options.dry_run:

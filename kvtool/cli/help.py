@@ -18,7 +18,8 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Answer": ("max_new_tokens", "temperature", "stop", "compare_full", "compile", "graphs"),
     "Output": (
-        *("output", "format", "save", "show", "export_vllm", "to", "plot", "plots", "stream"),
+        *("output", "format", "save", "show", "export_vllm", "to", "engine_version", "type"),
+        *("flash_attention", "streams", "plot", "plots", "stream"),
         *("overwrite", "quiet", "progress"),
     ),
 }
@@ -69,7 +70,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "export": (
         "kvtool export book.kv.safetensors --to vllm --save exported/book.safetensors",
-        "kvtool export book.kv.safetensors --to vllm --save exported/book.safetensors -m smollm2",
+        "kvtool export book.kv.safetensors --to llamacpp --save slots/book.bin",
         "kvtool compress -p h2o --prompt-file book.txt --save a.kv.safetensors --export-vllm out",
     ),
 }

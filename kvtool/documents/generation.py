@@ -243,7 +243,7 @@ class CompressionDocument(Document):
 
 
 class ExportDocument(Document):
-    """`kvtool export`: what the exported cache holds, and its ids in a prompt."""
+    """`kvtool export`: what the exported cache holds, and its ids (and text) in a prompt."""
 
     kind: Literal["export"] = "export"
     model: str
@@ -254,6 +254,7 @@ class ExportDocument(Document):
     dtype: str
     bytes: NonNegativeInt
     virtual_ids: list[NonNegativeInt]
+    text: str | None = None
 
     def in_words(self) -> str:
         """Say what was exported."""

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import kvtool as kv
+from kvtool.engines.llamacpp.format import read_ids
 from kvtool.engines.vllm import prompt
 from kvtool.engines.vllm.format import read_exported
 from kvtool.models.load import load_tokenizer
@@ -46,6 +47,31 @@ def test_compress_exports_in_one_go(kvtool, book, tmp_path):
     assert read_exported(both[0]).ids == read_exported(both[1]).ids
 
 
+def test_a_cache_file_is_exported_for_llama_cpp(kvtool, book, tmp_path):
+    export = ("export", str(book), "--to", "llamacpp", "--save", "out.bin")
+    done = kvtool(*export, "-f", "json")
+    assert done.code == 0
+    data = json.loads(done.out)
+    assert read_ids(tmp_path / "out.bin") == data["virtual_ids"]
+    assert data["text"].startswith("kvtool cache ")
+    assert (data["dtype"], data["bytes"]) == ("f16", (tmp_path / "out.bin").stat().st_size)
+    old = ("--engine-version", "2", "--type", "f32", "--no-flash-attention", "--streams", "4")
+    assert json.loads(kvtool(*export, "-f", "json", *old).out)["dtype"] == "f32"
+    head = (tmp_path / "out.bin").read_bytes()
+    assert int.from_bytes(head[4:8], "little") == 2
+    document = kv.export(
+        book,
+        tmp_path / "again.bin",
+        to="llamacpp",
+        engine_version=2,
+        type="f32",
+        flash_attention=False,
+        streams=4,
+    )
+    assert (tmp_path / "again.bin").read_bytes() == head
+    assert document.text == data["text"]
+
+
 def test_python_exports_a_file_as_the_command_does(kvtool, book, tmp_path):
     document = kv.export(book, tmp_path / "a.safetensors")
     done = kvtool("export", str(book), "--save", "b.safetensors", "-q")
@@ -79,6 +105,16 @@ REFUSED = {
         ["book.kv.safetensors", "--save", "./book.kv.safetensors"],
         2,
         "--save would write over the cache",
+    ),
+    "a type of old llama.cpp": (
+        ["book.kv.safetensors", "--to", "llamacpp", "--type=q8_0", "--engine-version=2", "--save=x.bin"],
+        2,
+        "--type f16, or --engine-version 4",
+    ),
+    "another engine's option": (
+        ["book.kv.safetensors", "--save", "x.safetensors", "--streams", "2"],
+        2,
+        "--streams is not for --to vllm\nhint: vllm takes --dtype",
     ),
     "engine": (["book.kv.safetensors", "--to", "sglang"], 2, "sglang"),
     "no file of kvtool": (["other.safetensors", "--save", "x.safetensors"], 1, "other.safetensors"),

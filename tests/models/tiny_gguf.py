@@ -57,7 +57,7 @@ def tiny_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def _permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """Put the channels of a head into llama.cpp's order: those turned together are neighbours."""
     split = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return split.swapaxes(1, 2).reshape(weight.shape)
@@ -130,7 +130,7 @@ def _tensors(model: LlamaForCausalLM) -> Iterable[tuple[str, np.ndarray]]:
         for ours, theirs in NAMES.items():
             weight = weights[f"model.layers.{layer}.{theirs}.weight"]
             if ours in ("attn_q", "attn_k"):
-                weight = _permuted(weight, HEADS if ours == "attn_q" else KV_HEADS)
+                weight = permuted(weight, HEADS if ours == "attn_q" else KV_HEADS)
             yield f"blk.{layer}.{ours}.weight", weight
 
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 import kvtool
+from kvtool.engines.virtual_prompt import export_cache
 from kvtool.engines.vllm.format import difference, facts_of, read_exported
-from kvtool.engines.vllm.virtual_prompt import export_cache
 from kvtool.errors import KvtoolError, UsageError
 from kvtool.generation import prefill
 from kvtool.models.load import load

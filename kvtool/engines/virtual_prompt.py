@@ -1,4 +1,4 @@
-"""Export a compressed cache for vLLM: as slots that an engine loads in place of a prompt.
+"""Export a compressed cache: as slots that an engine loads in place of a prompt.
 
 The engine places the B slots of a cache at positions 0 .. B - 1, and the question at B and on. In
 kvtool the question is at N, the number of tokens read. RoPE attention depends on distances
@@ -6,7 +6,7 @@ alone. So every key is rotated by the one constant B - N, and each distance to t
 what it is in kvtool. With `positions=cache` a key is rotated to its place among the kept ones.
 
 A layer with a sliding window holds the last tokens of the text. They are put into the last slots,
-which is where the engine looks for them. The slots before are outside of the window, and empty.
+which is where vLLM looks for them. The slots before are outside of the window, and empty.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.files.format import check_one_process, weights_labels
@@ -28,20 +28,24 @@ from kvtool.cache.slots.layer import SlotLayer
 from kvtool.cache.tensor_files.tensor_file import digest_of, write_tensors
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import attention_layers
+from kvtool.engines.llamacpp.format import refuse_family
+from kvtool.engines.virtual_text import virtual_text
 from kvtool.engines.vllm.format import IDS, KIND, SCHEMA, facts_of
 from kvtool.engines.vllm.ids import FEWEST, virtual_ids
 from kvtool.errors import KvtoolError, UsageError, printable
 from kvtool.identity import config_hash
 from kvtool.maths.rotation import Rotation
 from kvtool.model_shape import FREE, SLIDING, layer_kinds, stores_latents
-from kvtool.models.chat import TemplateFrame, make_frame
+from kvtool.models.chat import Frame, TemplateFrame, make_frame
 from kvtool.policies.evicted.calidrop import CaliDrop
 from kvtool.policies.numbers import SHIFT
 from kvtool.policies.policy import Policy
 from kvtool.transformers_versions import kv_sharing_layers
 from kvtool.version import VERSION
 
-_ASKED = "export to vLLM"
+NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
+"""Engines that load an exported cache, by their word on the command line."""
+
 _BY_PLACE = "llama_4_scaling_beta"
 
 
@@ -50,11 +54,15 @@ class VirtualPrompt:
     """An exported cache: what its file holds.
 
     Attributes:
+        config: of the text model.
+        interleaved: whether the two numbers of a pair that RoPE rotates are neighbours.
         notes: what its user has to know, in lines.
     """
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
+    config: PreTrainedConfig
+    interleaved: bool = False
     notes: tuple[str, ...] = ()
 
     @property
@@ -67,8 +75,13 @@ class VirtualPrompt:
         """Bytes of keys and values."""
         return sum(tensor.nbytes for name, tensor in self.tensors.items() if name != IDS)
 
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer, (kv_heads, slots, head_dim)."""
+        names = [name.removesuffix(".keys") for name in self.tensors if name.endswith(".keys")]
+        return [(self.tensors[f"{name}.keys"], self.tensors[f"{name}.values"]) for name in names]
+
     def save(self, path: Path) -> None:
-        """Write the file, whole or not at all.
+        """Write the file for vLLM, whole or not at all.
 
         Raises:
             KvtoolError: the system refused.
@@ -79,14 +92,16 @@ class VirtualPrompt:
 def export_cache(
     cache: KVCache,
     *,
+    to: str = "vllm",
     model: PreTrainedModel | None = None,
     model_name: str | None = None,
     tokenizer: Any = None,
     dtype: torch.dtype | None = None,
 ) -> VirtualPrompt:
-    """Make of a cache what vLLM loads in place of a prompt.
+    """Make of a cache what an engine loads in place of a prompt.
 
     Args:
+        to: the engine, of `NAMES`.
         model: that filled the cache; by default the one it was built for.
         model_name: what to call the model; by default its own name or path.
         tokenizer: to note how a question goes on with an open chat message.
@@ -99,13 +114,15 @@ def export_cache(
     model = uncompiled(model) if model is not None else cache.link.model()
     if model is None:
         raise KvtoolError("the model that this cache was built for is gone; pass it as `model`")
-    refuse_policy(cache.policy)
-    refuse_model(model)
-    _check_text(cache)
-    found = _read_layers(cache)
-    slots = _count_slots(cache, found)
+    engine = NAMES[to]
+    refuse_policy(cache.policy, to)
+    refuse_model(model, to)
+    _check_text(cache, engine)
+    found = _read_layers(cache, engine)
+    slots = _count_slots(cache, found, engine)
     layers = attention_layers(cache.config)
-    rotations = dict(zip(layers, find_rotations(model, layers, _ASKED), strict=True))
+    measured = find_rotations(model, layers, f"export to {engine}")
+    rotations = dict(zip(layers, measured, strict=True))
     seen = cache.tokens_seen()[0]
     tensors = {}
     for i, held in found.items():
@@ -117,6 +134,12 @@ def export_cache(
     digest = digest_of(tensors, {})
     config = model.config.get_text_config(decoder=True)
     ids = virtual_ids(digest, slots, config.vocab_size, _special_ids(model))
+    around, frame = _around_question(cache, tokenizer)
+    if to == "llamacpp" and tokenizer is not None:
+        worded = virtual_text(digest, slots, tokenizer, frame)
+        if worded is not None:
+            ids, system = worded.ids, _system(cache)
+            around |= {"text": worded.text} | ({} if system is None else {"system": system})
     first = tensors[f"layer.{layers[0]}.keys"]
     metadata = {
         "kind": KIND,
@@ -134,17 +157,19 @@ def export_cache(
         "dtype": str(first.dtype).removeprefix("torch."),
         "facts": json.dumps(facts_of(config)),
         "kvtool": VERSION,
-        **_around_question(cache, tokenizer),
+        **around,
     }
     metadata = {name: printable(text) for name, text in metadata.items()}
     tensors[IDS] = torch.tensor(ids)
-    return VirtualPrompt(tensors, metadata, _notes(cache, tokenizer))
+    interleaved = any(each is not None and each.interleaved for each in measured)
+    notes = _notes(cache, tokenizer, engine)
+    return VirtualPrompt(tensors, metadata, config, interleaved, notes)
 
 
 # ---- refusals
 
 
-def refuse_policy(policy: Policy) -> None:
+def refuse_policy(policy: Policy, to: str = "vllm") -> None:
     """Refuse a policy whose decoded tokens an engine would treat otherwise.
 
     Raises:
@@ -152,19 +177,20 @@ def refuse_policy(policy: Policy) -> None:
     """
     reason = None
     if policy.reader is not None:
-        reason = "reads a part of the cache at each step, and vLLM reads all of it"
+        reason = f"reads a part of the cache at each step, and {NAMES[to]} reads all of it"
     elif isinstance(policy.on_evict, CaliDrop):
-        reason = "corrects each step by evicted tokens, which vLLM does not have"
+        reason = f"corrects each step by evicted tokens, which {NAMES[to]} does not have"
     if reason is not None:
         hint = "compress with a policy that evicts, such as snapkv, expected or keydiff"
         raise UsageError(f"`{policy}` {reason}", hint=hint)
 
 
-def refuse_model(model: PreTrainedModel) -> None:
+def refuse_model(model: PreTrainedModel, to: str = "vllm") -> None:
     """Refuse a model whose cache is more than keys and values of equal counts.
 
     Raises:
-        UsageError: latents, recurrences, chunks, shared layers, or scales that depend on positions.
+        UsageError: latents, recurrences, chunks, shared layers, scales that depend on positions;
+            sliding windows but for vLLM.
     """
     config = model.config.get_text_config(decoder=True)
     kinds, reason = layer_kinds(config), None
@@ -179,8 +205,13 @@ def refuse_model(model: PreTrainedModel) -> None:
         reason = "has layers that attend to chunks of the text, which move with the positions"
     elif getattr(config, "attn_temperature_tuning", False) or _scales_by_place(config):
         reason = "scales its queries by their positions"
+    elif to != "vllm" and any(kind in SLIDING for kind in kinds):
+        reason = "has layers with a sliding window, which only an export to vLLM holds"
     if reason is not None:
-        raise UsageError(f"{_ASKED} is not available for `{config.model_type}`: it {reason}")
+        asked = f"export to {NAMES[to]}"
+        raise UsageError(f"{asked} is not available for `{config.model_type}`: it {reason}")
+    if to == "llamacpp":
+        refuse_family(config.model_type)
 
 
 def _scales_by_place(config: Any) -> bool:
@@ -188,7 +219,7 @@ def _scales_by_place(config: Any) -> bool:
     return _BY_PLACE in rope
 
 
-def _check_text(cache: KVCache) -> None:
+def _check_text(cache: KVCache, engine: str) -> None:
     """Refuse a cache that holds no text, several, or less than is known of its text."""
     cache.check_whole()
     check_one_process(cache)
@@ -196,7 +227,7 @@ def _check_text(cache: KVCache) -> None:
     if cache.get_seq_length() == 0:
         reason = "the cache is empty: nothing has been fed to it yet"
     elif first.batch_size > 1:
-        reason = f"the cache holds {first.batch_size} texts, and a file for vLLM holds one"
+        reason = f"the cache holds {first.batch_size} texts, and a file for {engine} holds one"
     elif known is not None and known.shape[1] > first.seen:
         reason = "the last token of this cache was generated and has not been read"
     if reason is not None:
@@ -224,16 +255,16 @@ class _Held:
         return self.keys.shape[2]
 
 
-def _read_layers(cache: KVCache) -> dict[int, _Held]:
+def _read_layers(cache: KVCache, engine: str) -> dict[int, _Held]:
     """Read all layers, by index."""
-    return {layer.index: _read_layer(layer, cache.policy) for layer in cache.slot_layers}
+    return {layer.index: _read_layer(layer, cache.policy, engine) for layer in cache.slot_layers}
 
 
-def _read_layer(layer: SlotLayer, policy: Policy) -> _Held:
+def _read_layer(layer: SlotLayer, policy: Policy, engine: str) -> _Held:
     slots = layer.sorted_slots()
     counts = (slots.positions >= 0).sum(-1).flatten().tolist()
     if len(set(counts)) > 1:
-        raise _unequal(policy, f"the heads of layer {layer.index}", counts)
+        raise _unequal(policy, f"the heads of layer {layer.index}", counts, engine)
     assert Calibration.of(layer) is None, "which is refused by its policy"
     kept = slice(counts[0])
     stored = {name: tensor[:, :, kept] for name, tensor in slots.stored.items()}
@@ -242,13 +273,13 @@ def _read_layer(layer: SlotLayer, policy: Policy) -> _Held:
     return _Held(keys, values, turn, layer.window is None)
 
 
-def _count_slots(cache: KVCache, layers: dict[int, _Held]) -> int:
+def _count_slots(cache: KVCache, layers: dict[int, _Held], engine: str) -> int:
     """Return how many slots the file has."""
     free = [held.count for held in layers.values() if held.free]
     windows = [held.count for held in layers.values() if not held.free]
     slots = max(free or windows)
     if len(set(free)) > 1:
-        raise _unequal(cache.policy, "the layers", free)
+        raise _unequal(cache.policy, "the layers", free, engine)
     if windows and max(windows) > slots:
         raise UsageError(
             f"layers with a sliding window hold {max(windows)} tokens, and the budget leaves room "
@@ -256,14 +287,16 @@ def _count_slots(cache: KVCache, layers: dict[int, _Held]) -> int:
             hint=f"-b {max(windows)} or more",
         )
     if slots < FEWEST:
-        raise UsageError(f"the cache holds {slots} tokens, and {FEWEST} are the fewest for vLLM")
+        raise UsageError(
+            f"the cache holds {slots} tokens, and {FEWEST} are the fewest for {engine}"
+        )
     return slots
 
 
-def _unequal(policy: Policy, what: str, counts: list[int]) -> UsageError:
+def _unequal(policy: Policy, what: str, counts: list[int], engine: str) -> UsageError:
     return UsageError(
-        f"{what} hold {min(counts)} to {max(counts)} tokens under `{policy}`, and vLLM has one "
-        "length for all of them",
+        f"{what} hold {min(counts)} to {max(counts)} tokens under `{policy}`, and {engine} has "
+        "one length for all of them",
         hint="compress with equal budgets: snapkv, expected or keydiff, and no plan",
     )
 
@@ -292,22 +325,29 @@ def _special_ids(model: PreTrainedModel) -> set[int]:
     return found
 
 
-def _around_question(cache: KVCache, tokenizer: Any) -> dict[str, str]:
-    """Return the texts before and after a question that goes on with an open message."""
+def _around_question(cache: KVCache, tokenizer: Any) -> tuple[dict[str, str], Frame]:
+    """Return the texts around a question that goes on with an open message, and its frame."""
     if cache.chat != "open" or tokenizer is None:
-        return {}
-    frame = make_frame(tokenizer, "auto", chat=True)
+        return {}, Frame()
+    frame = make_frame(tokenizer, "auto", chat=True, system=_system(cache))
     if not isinstance(frame, TemplateFrame):
-        return {}
-    return {"question_before": "\n", "question_after": frame.closing}
+        return {}, frame
+    return {"question_before": "\n", "question_after": frame.closing}, frame
 
 
-def _notes(cache: KVCache, tokenizer: Any) -> tuple[str, ...]:
+def _system(cache: KVCache) -> str | None:
+    """Return the system message that a cached conversation begins with."""
+    history = cache.text.history
+    said = history.messages[:1] if history is not None else ()
+    return next((each.content for each in said if each.role == "system"), None)
+
+
+def _notes(cache: KVCache, tokenizer: Any, engine: str) -> tuple[str, ...]:
     notes = []
     if cache.policy.when == "always":
         notes.append(
-            f"note: `{cache.policy}` evicts while it decodes; vLLM keeps all that follows, so "
-            "answers may differ from those of kvtool generate"
+            f"note: `{cache.policy}` evicts while it decodes; {engine} keeps all that follows, "
+            "so answers may differ from those of kvtool generate"
         )
     if cache.chat == "open" and tokenizer is None:
         notes.append("note: the text ends in an open chat message; the question has to close it")

@@ -1,0 +1,161 @@
+"""Write a sequence state of llama.cpp, as `llama_state_seq_save_file` does it.
+
+All numbers are little endian. A state is: magic, version and the ids of a prompt; a position for
+each cell; the keys of all layers, the values of all layers. A row holds the KV heads of one cell.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvtool.errors import UsageError
+
+MAGIC, HEAD = 0x67677371, struct.Struct("<3I")
+VERSIONS = (2, 3, 4)
+TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
+"""Numbers of ggml's types."""
+
+NEIGHBOURS = ("granite", "llama", "mistral", "olmo", "smollm3")
+"""Models whose keys llama.cpp's converter puts into pairs of neighbours."""
+
+HALVES = (
+    *("gemma", "gpt_neox", "olmo2", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("stablelm", "starcoder2"),
+)
+"""Models whose keys it leaves in halves."""
+
+_BLOCK, _TURNED = 32, 64  # numbers that share a scale; the least that a rotation mixes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a build of llama.cpp, and a context of it, lay a state out.
+
+    Attributes:
+        version: of the state; each build takes one.
+        type: of keys and values, by ggml's name.
+        transposed: whether values are, which they are without flash attention.
+        streams: 1 where sequences share their cells, else the number of sequences.
+    """
+
+    version: int = VERSIONS[-1]
+    type: str = "f16"
+    transposed: bool = False
+    streams: int = 1
+
+    @property
+    def quantised(self) -> bool:
+        """Whether keys and values are codes."""
+        return self.type in ("q8_0", "q4_0")
+
+    def rotated(self, head_dim: int) -> tuple[int, int]:
+        """Return how many numbers of a key and of a value are mixed before they are rounded."""
+        if not self.quantised or head_dim % _TURNED:
+            return 0, 0
+        width = _TURNED
+        while head_dim % (2 * width) == 0:
+            width *= 2
+        return width, _TURNED
+
+    def state(self, layers: Sequence[tuple[Tensor, Tensor]], ids: Sequence[int]) -> Iterator[bytes]:
+        """Yield the bytes of a state.
+
+        Args:
+            layers: keys in the pairs of the engine and values, each (kv_heads, slots, head_dim).
+            ids: of the prompt that the state is of, one a slot.
+        """
+        slots, first = len(ids), layers[0][0]
+        turned = self.rotated(first.shape[-1])
+        yield HEAD.pack(MAGIC, self.version, slots) + struct.pack(f"<{slots}i", *ids)
+        yield struct.pack("<2I", self.streams, slots)
+        for place in range(slots):
+            yield struct.pack("<iIi", place, 1, 0)  # its position, of one sequence
+        yield struct.pack("<2I", self.transposed, len(layers))
+        if self.version >= 4:
+            yield struct.pack("<2I", *turned)
+        for keys, _ in layers:
+            yield from self._rows(_mixed(keys, turned[0]))
+        for _, values in layers:
+            yield from self._rows(_mixed(values, turned[1]), transposed=self.transposed)
+        yield bytes(4 * (self.streams - 1))  # the other streams have no cells
+
+    def _rows(self, states: Tensor, *, transposed: bool = False) -> Iterator[bytes]:
+        rows = states.transpose(0, 1).flatten(1)
+        data = {"q8_0": _q8_0, "q4_0": _q4_0}.get(self.type, self._floats)(rows.float().cpu())
+        kind = TYPES[self.type]
+        if transposed:
+            yield struct.pack("<i2I", kind, data.element_size(), data.shape[1])
+            data = data.t()
+        else:
+            yield struct.pack("<iQ", kind, data.shape[1] * data.element_size())
+        yield data.contiguous().numpy().tobytes()
+
+    def _floats(self, rows: Tensor) -> Tensor:
+        return rows if self.type == "f32" else rows.half()
+
+
+def refuse_family(family: str) -> None:
+    """Refuse a model of which it is not known how llama.cpp pairs its keys.
+
+    Raises:
+        UsageError: it is in no table.
+    """
+    if family not in NEIGHBOURS + HALVES:
+        known = ", ".join(sorted(NEIGHBOURS + HALVES))
+        raise UsageError(
+            f"how llama.cpp lays out the keys of `{family}` is not known here", hint=f"of {known}"
+        )
+
+
+def read_ids(path: Path) -> list[int]:
+    """Return the ids of the prompt that a state is of.
+
+    Raises:
+        UsageError: the file is no state.
+        OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        head = file.read(HEAD.size)
+        magic, _, count = HEAD.unpack(head.ljust(HEAD.size, b"\0"))
+        data = file.read(4 * count) if magic == MAGIC else b""
+    if not data or len(data) != 4 * count:
+        raise UsageError(f"`{path}` is no state of llama.cpp", hint="kvtool export --to llamacpp")
+    return list(struct.unpack(f"<{count}i", data))
+
+
+def neighbours(keys: Tensor) -> Tensor:
+    """Put the halves of keys into pairs of neighbours, number j beside number j + head_dim / 2."""
+    return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+
+
+def _mixed(states: Tensor, width: int) -> Tensor:
+    """Multiply by a Hadamard matrix, which evens out the numbers that share a scale."""
+    if not width:
+        return states
+    two = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+    matrix = reduce(torch.kron, [two] * (width.bit_length() - 1)) / width**0.5
+    return (states.float().cpu().unflatten(-1, (-1, width)) @ matrix).flatten(-2)
+
+
+def _q8_0(rows: Tensor) -> Tensor:
+    """Round blocks of 32 numbers to 8 bits and a scale: (rows, bytes) uint8."""
+    blocks = rows.unflatten(-1, (-1, _BLOCK))
+    scale = blocks.abs().amax(-1, keepdim=True) / 127
+    codes = (blocks / scale.masked_fill(scale == 0, 1)).round().to(torch.int8)
+    return torch.cat([scale.half().view(torch.uint8), codes.view(torch.uint8)], -1).flatten(1)
+
+
+def _q4_0(rows: Tensor) -> Tensor:
+    """Round blocks of 32 numbers to 4 bits and a scale: (rows, bytes) uint8."""
+    blocks = rows.unflatten(-1, (-1, _BLOCK))
+    scale = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)) / -8
+    codes = (blocks / scale.masked_fill(scale == 0, 1) + 8.5).to(torch.uint8).clamp_(max=15)
+    low, high = codes.chunk(2, -1)
+    return torch.cat([scale.half().view(torch.uint8), low | high << 4], -1).flatten(1)
