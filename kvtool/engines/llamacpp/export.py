@@ -6,20 +6,17 @@ import json
 from pathlib import Path
 
 from kvtool.documents.files import write_text, write_with
-from kvtool.engines.llamacpp.format import NEIGHBOURS, VERSIONS, Layout, neighbours
+from kvtool.engines.llamacpp.format import (
+    NEIGHBOURS,
+    VERSIONS,
+    Layout,
+    describe_path,
+    neighbours,
+)
 from kvtool.engines.virtual_prompt import VirtualPrompt
 from kvtool.errors import UsageError
 
 _WIDTH = 32  # of the blocks that are rounded
-
-
-def describe_path(path: Path) -> Path:
-    """Return the file beside a state that says how to ask about it.
-
-    >>> describe_path(Path("slots/book.bin")).name
-    'book.bin.json'
-    """
-    return path.with_name(f"{path.name}.json")
 
 
 def make_layout(

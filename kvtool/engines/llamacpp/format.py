@@ -114,6 +114,15 @@ def refuse_family(family: str) -> None:
         )
 
 
+def describe_path(path: Path) -> Path:
+    """Return the file beside a state that says how to ask about it.
+
+    >>> describe_path(Path("slots/book.bin")).name
+    'book.bin.json'
+    """
+    return path.with_name(f"{path.name}.json")
+
+
 def read_ids(path: Path) -> list[int]:
     """Return the ids of the prompt that a state is of.
 
