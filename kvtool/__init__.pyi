@@ -99,7 +99,7 @@ def export(
     cache: KVCache | str | Path,
     save: str | Path,
     *,
-    to: Literal["vllm", "llamacpp"] = "vllm",
+    to: Literal["vllm", "llamacpp", "mlx"] = "vllm",
     model: Any = None,
     tokenizer: Any = None,
     dtype: Any = None,

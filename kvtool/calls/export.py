@@ -121,7 +121,7 @@ def export(
         model: of a file: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is
             the one that the file names. A cache knows its model.
         dtype: of the exported keys and values; None: that of the model.
-        engine_version: of llama.cpp's states (2, 3, 4); None: the newest.
+        engine_version: of llama.cpp's states (2, 3, 4), or the release of mlx-lm; None: the newest.
         type, flash_attention, streams: of llama.cpp, as it runs.
         watcher: takes notes and progress; None: no caller does.
 
@@ -183,7 +183,7 @@ def write_exported(
         tokens_seen=int(metadata["tokens_seen"]),
         dtype=held_as,
         bytes=size,
-        virtual_ids=exported.ids,
+        virtual_ids=[] if target.to == "mlx" else exported.ids,
         text=metadata.get("text"),
     )
 

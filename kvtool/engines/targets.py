@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from kvtool.engines.llamacpp.format import Layout
     from kvtool.engines.virtual_prompt import VirtualPrompt
 
-Engine = Literal["vllm", "llamacpp"]
+Engine = Literal["vllm", "llamacpp", "mlx"]
 StateType = Literal["f16", "f32", "q8_0", "q4_0"]
-SUFFIXES = {"vllm": ".safetensors", "llamacpp": ".bin"}
+SUFFIXES = {"vllm": ".safetensors", "llamacpp": ".bin", "mlx": ".safetensors"}
 _TAKES = {
     "vllm": ("dtype",),
     "llamacpp": ("engine_version", "type", "flash_attention", "streams"),
+    "mlx": ("dtype", "engine_version"),
 }
 
 
@@ -28,7 +29,7 @@ class Target:
 
     Attributes:
         dtype: of the exported keys and values; `auto`: that of the cache.
-        engine_version: of llama.cpp's states; None: the newest.
+        engine_version: of llama.cpp's states, or the release of mlx-lm; None: the newest.
         type: of llama.cpp's keys and values; None: f16.
         streams: of llama.cpp's context.
     """
@@ -41,7 +42,7 @@ class Target:
     )
     engine_version: str | None = flag(
         "--engine-version=VERSION",
-        "Of llama.cpp's states: 2, 3 or 4.  [default: 4]",
+        "Of llama.cpp's states (2, 3, 4), or the release of mlx-lm.  [default: the newest]",
     )
     type: StateType | None = flag("--type", "Of llama.cpp's keys and values.  [default: f16]")
     flash_attention: bool = flag(
@@ -72,6 +73,10 @@ class Target:
             raise UsageError(f"--save must end in {suffix}, got `{path.name}`", hint=usage)
         if self.to == "llamacpp":
             self._layout()
+        elif self.to == "mlx":
+            from kvtool.engines.mlx import read_release
+
+            read_release(self.engine_version)
 
     def write(self, prompt: VirtualPrompt, path: Path) -> tuple[str, int]:
         """Write the engine's file, whole or not at all; return the type and bytes that it holds.
@@ -85,7 +90,12 @@ class Target:
 
             layout = self._layout()
             return layout.type, save_state(prompt, path, layout)
-        prompt.save(path)
+        if self.to == "mlx":
+            from kvtool.engines.mlx import read_release, save_prompt_cache
+
+            save_prompt_cache(prompt, path, read_release(self.engine_version))
+        else:
+            prompt.save(path)
         return prompt.metadata["dtype"], prompt.nbytes
 
     def _layout(self) -> Layout:

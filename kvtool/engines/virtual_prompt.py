@@ -43,9 +43,10 @@ from kvtool.policies.policy import Policy
 from kvtool.transformers_versions import kv_sharing_layers
 from kvtool.version import VERSION
 
-NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp"}
+NAMES = {"vllm": "vLLM", "llamacpp": "llama.cpp", "mlx": "mlx-lm"}
 """Engines that load an exported cache, by their word on the command line."""
 
+_BASE = 10000.0
 _BY_PLACE = "llama_4_scaling_beta"
 
 
@@ -351,4 +352,10 @@ def _notes(cache: KVCache, tokenizer: Any, engine: str) -> tuple[str, ...]:
         )
     if cache.chat == "open" and tokenizer is None:
         notes.append("note: the text ends in an open chat message; the question has to close it")
+    base = (getattr(cache.config, "rope_parameters", None) or {}).get("rope_theta", _BASE)
+    if engine == NAMES["mlx"] and base != _BASE:
+        notes.append(
+            f"note: the RoPE base is {base:g}; mlx-lm reads it from `rope_theta` in config.json, "
+            f"and takes {_BASE:g} without an error where it is under `rope_parameters` alone"
+        )
     return tuple(notes)

@@ -76,7 +76,7 @@ def compare(engine, prepare, place: int, asked) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.engines.llamacpp", description=__doc__)
     parser.add_argument("-m", "--model", default="smollm2")
-    parser.add_argument("--policies", default="snapkv,keydiff,expected")
+    parser.add_argument("--policies", default="snapkv,keydiff,expected,full")
     parser.add_argument("--tokens", type=int, default=1500)
     parser.add_argument("-b", "--budget", type=int, default=256)
     parser.add_argument("--folder", type=Path)
@@ -92,7 +92,7 @@ def main() -> None:
     ids = [continued_ids(tokenizer, each) for each in questions]
     prompt = tokenizer(text)["input_ids"]
     print(f"{loaded.name}: {len(prompt)} tokens, {model.dtype}", flush=True)
-    for policy in [*options.policies.split(","), "full"]:
+    for policy in options.policies.split(","):
         whole = policy == "full"
         budget = None if whole else options.budget
         cache = kv.compress(loaded, text, policy, budget, chat_template="off")
@@ -108,12 +108,11 @@ def main() -> None:
                 began = time.process_time()
                 if whole:
                     engine.read(prompt)
+                    engine.save(path, prompt)
                 else:
                     assert engine.restore(path) == exported.ids
                 engine.read(ids[0], place=slots)
                 took = time.process_time() - began
-                if whole:
-                    engine.save(path, prompt)
                 told = compare(engine, lambda path=path: engine.restore(path), slots, asked)
             size = path.stat().st_size / 2**20
             flashed = "flash" if flash else "no flash"
