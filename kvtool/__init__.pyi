@@ -94,6 +94,7 @@ def compress(
     show: str | Path | None = None,
     max_new_tokens: int | str | None = None,
     export_vllm: str | Path | None = None,
+    export_llamacpp: str | Path | None = None,
 ) -> KVCache: ...
 def export(
     cache: KVCache | str | Path,

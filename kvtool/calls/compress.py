@@ -50,7 +50,8 @@ def compress(
             bundled reference model.
         policy, budget: as for `kvtool.build_cache`.
         save: the file that the cache is written to as well.
-        export_vllm: a folder to which it is exported, under the name of that file or the prompt's.
+        export_vllm, export_llamacpp: folders to which it is exported, under the name of that file
+            or the prompt's.
         show: the page that says which tokens are kept; `cache.show()` returns it.
         max_new_tokens: that will follow the prompt, questions included; only a model whose RoPE
             depends on the length of the text needs to know.
@@ -122,10 +123,11 @@ def prepare_compression(
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     policy, budget = choose_policy(settings, plan, watcher)
     prefill = read_prefill(settings, policy)
-    if settings.export_path is not None:
+    if settings.export_paths:
         from kvtool.engines.virtual_prompt import refuse_policy
 
-        refuse_policy(policy)
+        for engine in settings.export_paths:
+            refuse_policy(policy, engine)
     request = Request(prompt, source, policy, budget, prefill, plan)
     request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
     return CompressionRun(settings, request)

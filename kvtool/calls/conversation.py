@@ -34,6 +34,7 @@ from kvtool.documents.generation import (
     TurnSection,
 )
 from kvtool.documents.messages import Turns, UserTurn
+from kvtool.engines.targets import Target
 from kvtool.engines.virtual_prompt import refuse_model
 from kvtool.errors import UsageError
 from kvtool.generation import Compressed, Conversation, Generation, compress, generate
@@ -162,8 +163,8 @@ def read_prompt(
 ) -> tuple[KVCache, CompressionDocument]:
     """Read a prompt into a cache, save, export and show it as asked for, and say what is held."""
     model, text = loaded.model, request.prompt or ""
-    if settings.export_path is not None:
-        refuse_model(model)
+    for engine in settings.export_paths:
+        refuse_model(model, engine)
     cache = request.new_cache(model, record=settings.show is not None)
     talk = begin(settings, loaded, cache, settings.system, watcher)
     if talk is None:
@@ -181,10 +182,10 @@ def read_prompt(
     if settings.save_path is not None:
         last = {"input_ids": result.input_ids, "next_logits": result.next_logits}
         save_cache(cache, settings.save_path, model=model, model_name=loaded.name, **last)
-    if settings.export_path is not None:
+    for engine, path in settings.export_paths.items():
         names = {"model_name": loaded.name, "tokenizer": loaded.tokenizer}
-        write_exported(cache, settings.export_path, watcher, model=model, **names)
-        watcher.note(f"exported {settings.export_path}")
+        write_exported(cache, path, watcher, Target(to=engine), model=model, **names)
+        watcher.note(f"exported {path}")
     if settings.show is not None:
         show_texts(settings, [lay_out(loaded, cache, 0, None)], watcher)
     held = CacheSection.taken_from(cache.report())
@@ -196,7 +197,7 @@ def read_prompt(
         budget=spell_budget(request.budget),
         prefill=cache.prefill,
         prompt_tokens=result.prompt_tokens,
-        saved=str(settings.save_path or settings.export_path),
+        saved=str(settings.save_path or next(iter(settings.export_paths.values()), None)),
         cache=held,
         plan=planned,
         timing=CompressionTiming(prefill_s=result.prefill_s),

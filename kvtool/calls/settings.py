@@ -15,6 +15,7 @@ from kvtool.calls.base_settings import (
 )
 from kvtool.documents.files import check_prompt, expand
 from kvtool.documents.settings import Template, flag
+from kvtool.engines.targets import SUFFIXES, Engine
 from kvtool.engines.vllm.format import exported_path
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import (
@@ -169,7 +170,8 @@ class CompressionSettings(PromptSettings):
 
     Attributes:
         max_new_tokens: that will be generated from its cache, questions included.
-        export_vllm: a folder of exported caches, to which this one goes as well, or alone.
+        export_vllm, export_llamacpp: folders of exported caches, to which this one goes as well, or
+            alone.
     """
 
     max_new_tokens: str | int | None = flag(
@@ -182,14 +184,24 @@ class CompressionSettings(PromptSettings):
         "Export the cache to this folder, for vLLM, under the name of --save or --prompt-file; see "
         "kvtool export.",
     )
+    export_llamacpp: str | None = flag(
+        "--export-llamacpp=FOLDER", "The same for the newest llama.cpp, in f16."
+    )
 
     @property
-    def export_path(self) -> Path | None:
-        """The exported file to write, named after the cache's file, else after the prompt's."""
-        if self.export_vllm is None:
-            return None
+    def export_paths(self) -> dict[Engine, Path]:
+        """Exported files by engine, named after the cache's file, else after the prompt's."""
         text = "prompt" if self.prompt_file in (None, "-") else Path(self.prompt_file).stem
-        return exported_path(expand(self.export_vllm), self.save_path or Path(text))
+        name = self.save_path or Path(text)
+        folders: dict[Engine, str | None] = {
+            "vllm": self.export_vllm,
+            "llamacpp": self.export_llamacpp,
+        }
+        return {
+            to: exported_path(expand(folder), name, SUFFIXES[to])
+            for to, folder in folders.items()
+            if folder is not None
+        }
 
     @property
     def new_tokens(self) -> int:
@@ -197,7 +209,8 @@ class CompressionSettings(PromptSettings):
         return at_least(0, self.max_new_tokens or 0, "--max-new-tokens")
 
     def outputs(self) -> dict[str, Path | None]:
-        return {**super().outputs(), "--export-vllm": self.export_path}
+        exports = {f"--export-{to}": path for to, path in self.export_paths.items()}
+        return {**super().outputs(), **exports}
 
     def check(self) -> None:
         super().check()

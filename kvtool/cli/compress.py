@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def compress(options: CompressionSettings, terminal: Terminal) -> None:
     """Compress the cache of a prompt into a file, for `kvtool generate --cache`."""
     check_alone("compress")
-    if options.save is None and options.export_vllm is None:
+    if options.save is None and not options.export_paths:
         raise UsageError("no file to save to", hint="--save book.kv.safetensors")
     watcher = TerminalWatcher(terminal)
     run = _prepare(options, terminal, watcher)

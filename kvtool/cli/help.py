@@ -18,8 +18,8 @@ PANELS: dict[str, tuple[str, ...]] = {
     ),
     "Answer": ("max_new_tokens", "temperature", "stop", "compare_full", "compile", "graphs"),
     "Output": (
-        *("output", "format", "save", "show", "export_vllm", "to", "engine_version", "type"),
-        *("flash_attention", "streams", "plot", "plots", "stream"),
+        *("output", "format", "save", "show", "export_vllm", "export_llamacpp", "to"),
+        *("engine_version", "type", "flash_attention", "streams", "plot", "plots", "stream"),
         *("overwrite", "quiet", "progress"),
     ),
 }

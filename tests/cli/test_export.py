@@ -72,6 +72,21 @@ def test_a_cache_file_is_exported_for_llama_cpp(kvtool, book, tmp_path):
     assert document.text == data["text"]
 
 
+def test_compress_exports_for_two_engines_in_one_go(kvtool, book, tmp_path):
+    (tmp_path / "slots").mkdir()
+    folders = ("--export-llamacpp", "slots", "--export-vllm", ".")
+    done = kvtool(*COMPRESS[:-1], "--save", "novel.kv.safetensors", *folders)
+    assert done.code == 0
+    assert "exported slots/novel.bin" in done.err
+    kvtool("export", str(book), "--to", "llamacpp", "--save", "book.bin", "-q")
+    kvtool("export", str(book), "--save", "book.safetensors", "-q")
+    assert (tmp_path / "slots/novel.bin").read_bytes() == (tmp_path / "book.bin").read_bytes()
+    both = [read_exported(tmp_path / f"{name}.safetensors").ids for name in ("novel", "book")]
+    assert both[0] == both[1]
+    alone = kvtool(*COMPRESS[:-1], "--export-llamacpp", "slots", "-f", "json")
+    assert json.loads(alone.out)["saved"] == "slots/prompt.bin"
+
+
 def test_python_exports_a_file_as_the_command_does(kvtool, book, tmp_path):
     document = kv.export(book, tmp_path / "a.safetensors")
     done = kvtool("export", str(book), "--save", "b.safetensors", "-q")
@@ -107,7 +122,14 @@ REFUSED = {
         "--save would write over the cache",
     ),
     "a type of old llama.cpp": (
-        ["book.kv.safetensors", "--to", "llamacpp", "--type=q8_0", "--engine-version=2", "--save=x.bin"],
+        [
+            "book.kv.safetensors",
+            "--to",
+            "llamacpp",
+            "--type=q8_0",
+            "--engine-version=2",
+            "--save=x.bin",
+        ],
         2,
         "--type f16, or --engine-version 4",
     ),

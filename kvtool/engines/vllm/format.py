@@ -43,13 +43,13 @@ class Exported:
         return self.path.name.removesuffix(SUFFIX)
 
 
-def exported_path(folder: Path, cache: Path) -> Path:
+def exported_path(folder: Path, cache: Path, suffix: str = SUFFIX) -> Path:
     """Return where the exported form of a cache file goes in a folder.
 
     >>> exported_path(Path("exported"), Path("book.kv.safetensors"))
     PosixPath('exported/book.safetensors')
     """
-    return folder / f"{cache.name.removesuffix(SUFFIX).removesuffix('.kv')}{SUFFIX}"
+    return folder / f"{cache.name.removesuffix(SUFFIX).removesuffix('.kv')}{suffix}"
 
 
 def read_exported(path: Path) -> Exported:
