@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.calls.base_settings import ModelSettings, check_cache_file
-from kvtool.calls.from_python import checked
+from kvtool.calls.from_python import check_keywords, checked, keywords_of, takes
 from kvtool.documents.files import check_writable, expand
 from kvtool.documents.settings import MODEL_SETTINGS, flag, settings_of
-from kvtool.engines.targets import Engine, StateType, Target
+from kvtool.engines.targets import Target
 from kvtool.errors import UsageError
 from kvtool.watcher import Watcher
 
@@ -98,32 +98,27 @@ class ExportSettings(Target, ModelSettings):
             return write_exported(cache, save, watcher, self, model=loaded.model, **names)
 
 
+@takes(Target)
 def export(
     cache: KVCache | str | Path,
     save: str | Path,
     *,
-    to: Engine = "vllm",
     model: Any = None,
     tokenizer: Any = None,
-    dtype: Any = None,
-    engine_version: str | int | None = None,
-    type: StateType | None = None,
-    flash_attention: bool = True,
-    streams: int = 1,
     watcher: Watcher | None = None,
+    **settings: Any,
 ) -> ExportDocument:
     """Export a compressed cache for an engine that loads it in place of a prompt.
 
     Args:
         cache: a cache of one text, or the file of one.
         save: the file to write; requests to vLLM may ask for it by its name without the suffix.
-        to: the engine.
         model: of a file: a folder, a hub ID or a loaded model (then with its `tokenizer`); None is
             the one that the file names. A cache knows its model.
-        dtype: of the exported keys and values; None: that of the model.
-        engine_version: of llama.cpp's states (2, 3, 4), or the release of mlx-lm; None: the newest.
-        type, flash_attention, streams: of llama.cpp, as it runs.
         watcher: takes notes and progress; None: no caller does.
+
+    `settings` are those of `Target`: `to`, the engine; `dtype` of the exported keys and values; and
+    how the engine runs.
 
     Returns:
         What `kvtool export -f json` prints, with the virtual ids that stand for the cache.
@@ -132,14 +127,8 @@ def export(
         UsageError: a cache that the engine cannot serve, with the reason; a wrong argument.
         KvtoolError: a file that cannot be read or written, or one of another model.
     """
-    given = {
-        "to": to,
-        "dtype": dtype or "auto",
-        "engine_version": None if engine_version is None else str(engine_version),
-        "type": type,
-        "flash_attention": flash_attention,
-        "streams": streams,
-    }
+    check_keywords("export", settings, keywords_of(Target))
+    given = {name: value for name, value in settings.items() if value is not None}
     asked = checked(Target, given)
     watcher = Watcher() if watcher is None else watcher
     if isinstance(cache, (str, Path)):

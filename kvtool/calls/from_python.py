@@ -191,6 +191,7 @@ def _memory(memory: Any) -> Any:
 _READ: dict[str, Callable[[Any], Any]] = {
     "memory": _memory,
     "dtype": spell_dtype,
+    "engine_version": str,
     "policy": read_policy,
     "budget": _budget,
     "stop": _stops,

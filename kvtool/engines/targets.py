@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from kvtool.documents.files import write_text, write_with
 from kvtool.documents.settings import Dtype, flag, settings_of
 from kvtool.errors import UsageError
 
 if TYPE_CHECKING:
-    from kvtool.engines.llamacpp.format import Layout
     from kvtool.engines.virtual_prompt import VirtualPrompt
 
 Engine = Literal["vllm", "llamacpp", "mlx"]
-StateType = Literal["f16", "f32", "q8_0", "q4_0"]
 SUFFIXES = {"vllm": ".safetensors", "llamacpp": ".bin", "mlx": ".safetensors"}
 _TAKES = {
     "vllm": ("dtype",),
     "llamacpp": ("engine_version", "type", "flash_attention", "streams"),
     "mlx": ("dtype", "engine_version"),
 }
+_BESIDE = ("slots", "policy", "model", "text", "system", "question_before", "question_after")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """An engine that will load a file, and how it runs.
-
-    Attributes:
-        dtype: of the exported keys and values; `auto`: that of the cache.
-        engine_version: of llama.cpp's states, or the release of mlx-lm; None: the newest.
-        type: of llama.cpp's keys and values; None: f16.
-        streams: of llama.cpp's context.
-    """
+    """An engine that will load a file, and how it runs; None is the newest, and f16."""
 
     to: Engine = flag("--to", "The engine that will load it.", default="vllm")
     dtype: Dtype = flag(
@@ -44,7 +38,9 @@ class Target:
         "--engine-version=VERSION",
         "Of llama.cpp's states (2, 3, 4), or the release of mlx-lm.  [default: the newest]",
     )
-    type: StateType | None = flag("--type", "Of llama.cpp's keys and values.  [default: f16]")
+    type: Literal["f16", "f32", "q8_0", "q4_0"] | None = flag(
+        "--type", "Of llama.cpp's keys and values.  [default: f16]"
+    )
     flash_attention: bool = flag(
         "--flash-attention/--no-flash-attention",
         "Whether llama.cpp runs with flash attention.  [default: it does]",
@@ -54,7 +50,7 @@ class Target:
         "--streams=N", "Slots of a llama.cpp that does not unify them.", min=1, default=1
     )
 
-    def check_target(self, path: Path | None = None) -> None:
+    def check_target(self, path: Path) -> None:
         """Refuse what the engine does not take, and a file that it would not look at.
 
         Raises:
@@ -64,41 +60,43 @@ class Target:
         for each in settings_of(Target):
             if each.name not in ("to", *takes) and getattr(self, each.name) != each.default:
                 known = ", ".join(f"--{name.replace('_', '-')}" for name in takes)
-                raise UsageError(
-                    f"{each.flag.names.split('/')[-1]} is not for --to {self.to}",
-                    hint=f"{self.to} takes {known}",
-                )
-        if path is not None and path.suffix != suffix:
+                option = each.flag.names.split("/")[-1]
+                reason = f"{option} is not for --to {self.to}"
+                raise UsageError(reason, hint=f"{self.to} takes {known}")
+        if path.suffix != suffix:
             usage = f"kvtool export book.kv.safetensors --to {self.to} --save book{suffix}"
             raise UsageError(f"--save must end in {suffix}, got `{path.name}`", hint=usage)
         if self.to == "llamacpp":
             self._layout()
         elif self.to == "mlx":
-            from kvtool.engines.mlx import read_release
+            from kvtool.engines.mlx import has_offsets
 
-            read_release(self.engine_version)
+            has_offsets(self.engine_version)
 
     def write(self, prompt: VirtualPrompt, path: Path) -> tuple[str, int]:
         """Write the engine's file, whole or not at all; return the type and bytes that it holds.
 
-        Raises:
-            UsageError: the engine does not hold such a model so.
-            KvtoolError: the system refused.
+        Beside a state of llama.cpp comes a JSON file that `kvtool.engines.llamacpp.ask` reads.
         """
-        if self.to == "llamacpp":
-            from kvtool.engines.llamacpp.export import save_state
+        if self.to != "llamacpp":
+            from kvtool.cache.tensor_files.tensor_file import write_tensors
+            from kvtool.engines.mlx import prompt_cache
 
-            layout = self._layout()
-            return layout.type, save_state(prompt, path, layout)
-        if self.to == "mlx":
-            from kvtool.engines.mlx import read_release, save_prompt_cache
+            own = self.to == "mlx" and prompt_cache(prompt, self.engine_version)
+            write_tensors(path, *(own or (prompt.tensors, prompt.metadata)))
+            return prompt.metadata["dtype"], prompt.nbytes
+        from kvtool.engines.llamacpp.format import describe_path
 
-            save_prompt_cache(prompt, path, read_release(self.engine_version))
-        else:
-            prompt.save(path)
-        return prompt.metadata["dtype"], prompt.nbytes
+        layout = self._layout()
+        state = b"".join(layout.state(prompt.layers(), prompt.ids, prompt.family))
+        known = {name: prompt.metadata[name] for name in _BESIDE if name in prompt.metadata}
+        write_text(describe_path(path), json.dumps(known, indent=1) + "\n")
+        write_with(path, lambda part: part.write_bytes(state))
+        return layout.type, len(state)
 
-    def _layout(self) -> Layout:
-        from kvtool.engines.llamacpp.export import make_layout
+    def _layout(self) -> Any:
+        """Return how llama.cpp lays a state out, which may be refused."""
+        from kvtool.engines.llamacpp.format import VERSIONS, Layout
 
-        return make_layout(self.engine_version, self.type, self.flash_attention, self.streams)
+        version, transposed = self.engine_version or VERSIONS[-1], not self.flash_attention
+        return Layout(version, self.type or "f16", transposed, self.streams)

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvtool.cache.features.calidrop import Calibration
 from kvtool.cache.files.format import check_one_process, weights_labels
 from kvtool.cache.hooks.attachment import uncompiled
 from kvtool.cache.hooks.probes import find_rotations
 from kvtool.cache.slots.layer import SlotLayer
-from kvtool.cache.tensor_files.tensor_file import digest_of, write_tensors
+from kvtool.cache.tensor_files.tensor_file import digest_of
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.layers import attention_layers
 from kvtool.engines.llamacpp.format import refuse_family
@@ -55,15 +54,13 @@ class VirtualPrompt:
     """An exported cache: what its file holds.
 
     Attributes:
-        config: of the text model.
-        interleaved: whether the two numbers of a pair that RoPE rotates are neighbours.
+        family: the type of the text model.
         notes: what its user has to know, in lines.
     """
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
-    config: PreTrainedConfig
-    interleaved: bool = False
+    family: str
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,14 +77,6 @@ class VirtualPrompt:
         """Keys and values of each layer, (kv_heads, slots, head_dim)."""
         names = [name.removesuffix(".keys") for name in self.tensors if name.endswith(".keys")]
         return [(self.tensors[f"{name}.keys"], self.tensors[f"{name}.values"]) for name in names]
-
-    def save(self, path: Path) -> None:
-        """Write the file for vLLM, whole or not at all.
-
-        Raises:
-            KvtoolError: the system refused.
-        """
-        write_tensors(path, self.tensors, self.metadata)
 
 
 def export_cache(
@@ -139,8 +128,8 @@ def export_cache(
     if to == "llamacpp" and tokenizer is not None:
         worded = virtual_text(digest, slots, tokenizer, frame)
         if worded is not None:
-            ids, system = worded.ids, _system(cache)
-            around |= {"text": worded.text} | ({} if system is None else {"system": system})
+            (text, ids), system = worded, _system(cache)
+            around |= {"text": text} | ({} if system is None else {"system": system})
     first = tensors[f"layer.{layers[0]}.keys"]
     metadata = {
         "kind": KIND,
@@ -162,9 +151,7 @@ def export_cache(
     }
     metadata = {name: printable(text) for name, text in metadata.items()}
     tensors[IDS] = torch.tensor(ids)
-    interleaved = any(each is not None and each.interleaved for each in measured)
-    notes = _notes(cache, tokenizer, engine)
-    return VirtualPrompt(tensors, metadata, config, interleaved, notes)
+    return VirtualPrompt(tensors, metadata, config.model_type, _notes(cache, tokenizer, engine))
 
 
 # ---- refusals

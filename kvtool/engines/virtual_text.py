@@ -6,7 +6,6 @@ makes the same tokens of it, whatever follows on a new line.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvtool.models.chat import Frame
@@ -15,25 +14,17 @@ _WORDS = (" x", " a", " the", "x", ".")
 _NEXT = ("\nWho", "\n7 (", '\n"')
 
 
-@dataclass(frozen=True)
-class VirtualText:
-    """A text of as many tokens as a cache has slots.
-
-    Attributes:
-        text: what the user's message begins with; a question follows on a new line.
-        ids: its tokens, and before them those of the chat template.
-    """
-
-    text: str
-    ids: list[int]
-
-
-def virtual_text(digest: str, slots: int, tokenizer: Any, frame: Frame) -> VirtualText | None:
-    """Return the text of a file; None: the tokenizer has no word that adds one token each time.
+def virtual_text(
+    digest: str, slots: int, tokenizer: Any, frame: Frame
+) -> tuple[str, list[int]] | None:
+    """Return the text of a file, and its ids behind those of the chat template.
 
     Args:
         digest: of what the file holds.
         frame: around the message that the cached text is.
+
+    Returns:
+        None where no word adds one token each time, or the slots are too few.
     """
 
     def encode(text: str) -> list[int]:
@@ -47,5 +38,5 @@ def virtual_text(digest: str, slots: int, tokenizer: Any, frame: Frame) -> Virtu
             ids = encode(text)
             followed = [encode(text + each) for each in _NEXT]
             if len(ids) == slots and all(each[:slots] == ids for each in followed):
-                return VirtualText(text, ids)
+                return text, ids
     return None

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvtool.engines.llamacpp.format import describe_path, read_ids
 from kvtool.errors import KvtoolError, UsageError
+from kvtool.models.chat import continued_ids
 
 _SECONDS = 600.0  # that an answer may take
 
@@ -70,7 +71,6 @@ def ask(
         options: of the server's `/completion`; without `temperature`, the likeliest tokens.
 
     Raises:
-        UsageError: no such file, or no question.
         KvtoolError: the server refused, or has not taken all slots from the cache.
     """
     if not question:
@@ -83,11 +83,7 @@ def ask(
     ids, asked = restore(url, file, slot=slot, api_key=api_key), list[Any](question)
     if isinstance(question, str):
         text = f"{around.get('question_before', '')}{question}{around.get('question_after', '')}"
-        asked = [text]
-        if tokenizer is not None:
-            from kvtool.models.chat import continued_ids
-
-            asked = continued_ids(tokenizer, text)
+        asked = [text] if tokenizer is None else continued_ids(tokenizer, text)
     request = {"temperature": 0.0, **options, "n_predict": max_new_tokens}
     request |= {"prompt": [*ids, *asked], "id_slot": slot, "cache_prompt": True}
     answer = _post(url, "/completion", request, api_key)
@@ -103,9 +99,7 @@ def ask(
 
 def _post(url: str, path: str, data: dict[str, Any], key: str) -> Any:
     """Send JSON and return the answer's, or the server's reason as a `KvtoolError`."""
-    headers = {"Content-Type": "application/json"} | (
-        {"Authorization": f"Bearer {key}"} if key else {}
-    )
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     asked = urllib.request.Request(url.rstrip("/") + path, json.dumps(data).encode(), headers)
     try:
         with urllib.request.urlopen(asked, timeout=_SECONDS) as answer:

@@ -18,12 +18,12 @@ from torch import Tensor
 from kvtool.errors import UsageError
 
 MAGIC, HEAD = 0x67677371, struct.Struct("<3I")
-VERSIONS = (2, 3, 4)
+VERSIONS = ("2", "3", "4")
 TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 8}
 """Numbers of ggml's types."""
 
 NEIGHBOURS = ("granite", "llama", "mistral", "olmo", "smollm3")
-"""Models whose keys llama.cpp's converter puts into pairs of neighbours."""
+"""Models in halves whose keys llama.cpp's converter puts into pairs of neighbours."""
 
 HALVES = (
     *("gemma", "gpt_neox", "olmo2", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
@@ -34,9 +34,17 @@ HALVES = (
 _BLOCK, _TURNED = 32, 64  # numbers that share a scale; the least that a rotation mixes
 
 
+def refuse_family(family: str) -> None:
+    """Refuse a model of which it is not known how llama.cpp pairs its keys: `UsageError`."""
+    if family not in NEIGHBOURS + HALVES:
+        known = ", ".join(sorted(NEIGHBOURS + HALVES))
+        reason = f"how llama.cpp lays out the keys of `{family}` is not known here"
+        raise UsageError(reason, hint=f"of {known}")
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a build of llama.cpp, and a context of it, lay a state out.
+    """How a build of llama.cpp, and a context of it, lay a state out; others are a `UsageError`.
 
     Attributes:
         version: of the state; each build takes one.
@@ -45,10 +53,21 @@ class Layout:
         streams: 1 where sequences share their cells, else the number of sequences.
     """
 
-    version: int = VERSIONS[-1]
+    version: str = VERSIONS[-1]
     type: str = "f16"
     transposed: bool = False
     streams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.version not in VERSIONS:
+            reason = f"states of llama.cpp are of version {', '.join(VERSIONS)}, not {self.version}"
+            raise UsageError(reason, hint="the log of a failed restore says which a build takes")
+        if self.quantised and self.version < "4":
+            reason = f"states before version 4 do not say how their {self.type} codes were made"
+            raise UsageError(reason, hint="--type f16, or --engine-version 4")
+        if self.quantised and self.transposed:
+            reason = f"llama.cpp holds {self.type} values under flash attention only"
+            raise UsageError(reason, hint="--type f16, or leave out --no-flash-attention")
 
     @property
     def quantised(self) -> bool:
@@ -64,83 +83,65 @@ class Layout:
             width *= 2
         return width, _TURNED
 
-    def state(self, layers: Sequence[tuple[Tensor, Tensor]], ids: Sequence[int]) -> Iterator[bytes]:
+    def state(
+        self, layers: Sequence[tuple[Tensor, Tensor]], ids: Sequence[int], family: str
+    ) -> Iterator[bytes]:
         """Yield the bytes of a state.
 
         Args:
-            layers: keys in the pairs of the engine and values, each (kv_heads, slots, head_dim).
+            layers: keys and values, each (kv_heads, slots, head_dim).
             ids: of the prompt that the state is of, one a slot.
+            family: of the model, of `NEIGHBOURS` or `HALVES`.
         """
-        slots, first = len(ids), layers[0][0]
-        turned = self.rotated(first.shape[-1])
-        yield HEAD.pack(MAGIC, self.version, slots) + struct.pack(f"<{slots}i", *ids)
+        slots, (heads, _, head_dim) = len(ids), layers[0][0].shape
+        if self.quantised and heads * head_dim % _BLOCK:
+            reason = f"{self.type} rounds {_BLOCK} numbers at a time, a slot has {heads * head_dim}"
+            raise UsageError(reason, hint="--type f16")
+        turned = self.rotated(head_dim)
+        yield HEAD.pack(MAGIC, int(self.version), slots) + struct.pack(f"<{slots}i", *ids)
         yield struct.pack("<2I", self.streams, slots)
         for place in range(slots):
             yield struct.pack("<iIi", place, 1, 0)  # its position, of one sequence
         yield struct.pack("<2I", self.transposed, len(layers))
-        if self.version >= 4:
+        if self.version >= "4":
             yield struct.pack("<2I", *turned)
         for keys, _ in layers:
-            yield from self._rows(_mixed(keys, turned[0]))
+            paired = _neighbours(keys) if family in NEIGHBOURS else keys
+            yield from self.rows(_mixed(paired, turned[0]))
         for _, values in layers:
-            yield from self._rows(_mixed(values, turned[1]), transposed=self.transposed)
+            yield from self.rows(_mixed(values, turned[1]), transposed=self.transposed)
         yield bytes(4 * (self.streams - 1))  # the other streams have no cells
 
-    def _rows(self, states: Tensor, *, transposed: bool = False) -> Iterator[bytes]:
-        rows = states.transpose(0, 1).flatten(1)
-        data = {"q8_0": _q8_0, "q4_0": _q4_0}.get(self.type, self._floats)(rows.float().cpu())
-        kind = TYPES[self.type]
+    def rows(self, states: Tensor, *, transposed: bool = False) -> Iterator[bytes]:
+        """Yield the bytes of the keys or values of a layer, (kv_heads, slots, head_dim)."""
+        flat = states.transpose(0, 1).flatten(1).float().cpu()
+        data, kind = {"f32": Tensor.float, "f16": Tensor.half}.get(self.type), TYPES[self.type]
+        codes = data(flat) if data else (_q8_0 if self.type == "q8_0" else _q4_0)(flat)
         if transposed:
-            yield struct.pack("<i2I", kind, data.element_size(), data.shape[1])
-            data = data.t()
+            yield struct.pack("<i2I", kind, codes.element_size(), codes.shape[1])
+            codes = codes.t()
         else:
-            yield struct.pack("<iQ", kind, data.shape[1] * data.element_size())
-        yield data.contiguous().numpy().tobytes()
-
-    def _floats(self, rows: Tensor) -> Tensor:
-        return rows if self.type == "f32" else rows.half()
-
-
-def refuse_family(family: str) -> None:
-    """Refuse a model of which it is not known how llama.cpp pairs its keys.
-
-    Raises:
-        UsageError: it is in no table.
-    """
-    if family not in NEIGHBOURS + HALVES:
-        known = ", ".join(sorted(NEIGHBOURS + HALVES))
-        raise UsageError(
-            f"how llama.cpp lays out the keys of `{family}` is not known here", hint=f"of {known}"
-        )
+            yield struct.pack("<iQ", kind, codes.shape[1] * codes.element_size())
+        yield codes.contiguous().numpy().tobytes()
 
 
 def describe_path(path: Path) -> Path:
-    """Return the file beside a state that says how to ask about it.
-
-    >>> describe_path(Path("slots/book.bin")).name
-    'book.bin.json'
-    """
+    """Return the file beside a state that says how to ask about it, `book.bin.json`."""
     return path.with_name(f"{path.name}.json")
 
 
 def read_ids(path: Path) -> list[int]:
-    """Return the ids of the prompt that a state is of.
-
-    Raises:
-        UsageError: the file is no state.
-        OSError: it cannot be read.
-    """
+    """Return the ids of the prompt that a state is of; `UsageError`: the file is no state."""
     with open(path, "rb") as file:
-        head = file.read(HEAD.size)
-        magic, _, count = HEAD.unpack(head.ljust(HEAD.size, b"\0"))
+        magic, _, count = HEAD.unpack(file.read(HEAD.size).ljust(HEAD.size, b"\0"))
         data = file.read(4 * count) if magic == MAGIC else b""
     if not data or len(data) != 4 * count:
         raise UsageError(f"`{path}` is no state of llama.cpp", hint="kvtool export --to llamacpp")
     return list(struct.unpack(f"<{count}i", data))
 
 
-def neighbours(keys: Tensor) -> Tensor:
-    """Put the halves of keys into pairs of neighbours, number j beside number j + head_dim / 2."""
+def _neighbours(keys: Tensor) -> Tensor:
+    """Put halves into pairs of neighbours: number j beside number j + head_dim / 2."""
     return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
 

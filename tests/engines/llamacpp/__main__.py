@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import kvtool as kv
-from kvtool.engines.llamacpp.export import make_layout, save_state
+from kvtool.engines.targets import Target
 from kvtool.engines.virtual_prompt import export_cache
 from kvtool.models.chat import continued_ids
 from kvtool.models.load import load
@@ -104,7 +104,7 @@ def main() -> None:
             path = folder / f"{policy}.{kind}.bin"
             with Engine(file, kind=kind, flash=flash, context=slots + 128) as engine:
                 if not whole:
-                    save_state(exported, path, make_layout(kind=kind, flash_attention=flash))
+                    Target(to="llamacpp", type=kind, flash_attention=flash).write(exported, path)
                 began = time.process_time()
                 if whole:
                     engine.read(prompt)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 import kvtool as kv
-from kvtool.engines.llamacpp.export import make_layout, state_of
-from kvtool.engines.llamacpp.format import Layout, read_ids
-from kvtool.engines.virtual_prompt import VirtualPrompt, export_cache
+from kvtool.cache.hooks.probes import find_rotations
+from kvtool.engines.llamacpp.format import NEIGHBOURS, Layout, read_ids
+from kvtool.engines.virtual_prompt import export_cache
 from kvtool.errors import UsageError
 from kvtool.models.load import load
 from tests.engines.llamacpp import reader
@@ -49,9 +48,9 @@ def test_a_state_that_llama_cpp_saved_is_written_again_byte_by_byte(family):
     kind, transposed = GOLDEN[family]
     data = (HERE / f"{family}.{kind}.bin").read_bytes()
     state = reader.read(data)
-    prompt = VirtualPrompt(as_tensors(state, family), {}, peaky_model(family).config)
+    layers = [tuple(map(torch.from_numpy, both)) for both in layers_of(state, family)]
     layout = Layout(type=kind, transposed=transposed)
-    assert b"".join(state_of(prompt, layout)) == data
+    assert b"".join(layout.state(layers, state.ids, family)) == data
 
 
 @pytest.mark.parametrize("family", GOLDEN)
@@ -114,7 +113,7 @@ def family_model_of(family):
 def test_codes_are_mixed_before_they_are_rounded_as_the_state_says(kind, limit, head_dim, turned):
     """The head says it since version 4 only; keys of 96 are not mixed."""
     prompt = exported(peaky_model("qwen3", head_dim=head_dim))
-    state = reader.read(b"".join(state_of(prompt, make_layout(kind=kind))))
+    state = reader.read(b"".join(Layout(type=kind).state(prompt.layers(), prompt.ids, "qwen3")))
     assert state.turned == turned
     for found, exact in zip(layers_of(state, "qwen3"), prompt.layers(), strict=True):
         for one, other in zip(found, exact, strict=True):
@@ -128,7 +127,7 @@ def test_codes_are_those_of_ggml():
     gguf = pytest.importorskip("gguf", reason="compares with the package gguf")
     states = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(0))
     for kind, size in (("q8_0", 34), ("q4_0", 18)):
-        data = b"".join(Layout(type=kind, version=2)._rows(states))[12:]
+        data = b"".join(Layout(type=kind).rows(states))[12:]
         ours = np.frombuffer(data, np.uint8).reshape(40, 2 * size)
         theirs = gguf.quants.quantize(states[0].numpy(), gguf.GGMLQuantizationType[kind.upper()])
         assert (ours == theirs).mean() > 0.999
@@ -185,10 +184,11 @@ def test_models_that_llama_cpp_holds_otherwise_are_refused(case, tmp_path):
         kv.export(cache, tmp_path / "a.bin", to="llamacpp")
 
 
-def test_keys_that_are_in_pairs_already_are_refused():
-    prompt = exported(peaky_model("llama"))
-    with pytest.raises(UsageError, match="in pairs already"):
-        state_of(replace(prompt, interleaved=True), make_layout())
+@pytest.mark.parametrize("family", NEIGHBOURS)
+def test_keys_that_are_moved_are_in_halves_in_transformers(family):
+    model = peaky_model(family)
+    found = find_rotations(model, [0, 1], "a test")
+    assert [each.interleaved for each in found if each is not None] == [False] * 2
 
 
 def test_policies_of_unequal_counts_name_the_engine():
