@@ -264,6 +264,15 @@ def test_policies_that_the_page_calls_the_same_in_both_are_exported():
         assert exported.notes == ()
 
 
+def test_policies_that_the_page_says_go_are_exported():
+    loaded, named = load(), page_names("Those with equal counts: ")
+    assert {"expected", "snapkv", "keydiff", "tova", "streaming", "h2o"} <= named
+    for policy in named:
+        cache = kvtool.compress(loaded, TEXT, policy, 64)
+        for engine in ("vllm", "llamacpp", "mlx"):
+            assert export_cache(cache, model=loaded.model, to=engine).metadata["slots"] == "64"
+
+
 def test_rope_by_length_is_refused():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     model = peaky_model("llama", rope_parameters=rope, max_position_embeddings=64)
