@@ -16,7 +16,7 @@ DEVICE_BLOCKS = {"cuda": 2048}  # the same, where a block of few tokens takes as
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
-AUTO = "auto"  # a budget that a device's free memory gives
+AUTO = "auto"  # a budget that a device's free memory gives, or what a plan in it lists first
 DEFAULT_SHARE = Fraction(4, 5)  # of that memory
 WIDTH = 100  # characters of a line, of tables as of YAML
 

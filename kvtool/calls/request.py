@@ -289,6 +289,8 @@ def resumed_policy(
     settings: GenerationSettings, cache: str | KVCache
 ) -> tuple[Policy, Budget | None]:
     """Return policy and budget of a cache; settings that say something else are refused."""
+    if settings.chooses:
+        raise UsageError("--cache goes on by the policy it was made with", hint="no -p auto")
     size = None if settings.budget is None else Budget.parse(settings.budget)
     from kvtool.cache.files.format import read_metadata
 

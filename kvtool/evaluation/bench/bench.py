@@ -65,7 +65,6 @@ class Bench:
         self.prompts = prompts
         self.draws: str | None = None
         self._warm: tuple[Any, ...] | None = None
-        self._ran = False
         self._contexts: dict[tuple[int, tuple[int, ...]], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
 
@@ -86,9 +85,9 @@ class Bench:
 
         What goes wrong is left to the samples: a ratio of so few tokens may be too small.
         """
-        if self._ran:
+        if self._warm is not None:
             return
-        self._ran = True
+        self._warm = ()
         longest = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
         with contextlib.suppress(Exception):
             ids = torch.ones(1, min(_WARM_UP, longest), dtype=torch.long, device=self.model.device)
