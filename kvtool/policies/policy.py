@@ -186,12 +186,11 @@ class Policy:
         """Return whether decode steps only append and evict, so that several may run as one block.
 
         Not so with a reader, which chooses in every step, with evicted tokens that correct what a
-        step attends to, with keys that move, with a score that reads the logits of each step, and
-        with a codec: the tokens of a block see each other before they are rounded.
+        step attends to, with keys that move, and with a score that reads the logits of each step.
         """
         score, used = self.score, self.on_evict
         appends = score.positions == "text" and score.evidence is not Evidence.LOGITS
-        appends = appends and self.reader is None and self.codec is None
+        appends = appends and self.reader is None
         return appends and (used is None or isinstance(used, Merging))
 
     @cached_property

@@ -1,5 +1,7 @@
 """Scoring given tokens through a cache: equal to one plain forward where nothing is evicted."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -97,3 +99,27 @@ def test_a_single_token_without_logits_has_no_score(small):
     model, ids, _, _ = small
     scored, greedy = token_logprobs(model, kvtool.build_cache(model, "full"), ids[:, :1], chunk=1)
     assert scored.shape == greedy.shape == (1, 0)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "policy",
+    ["full+int4", "kvzip+k8v4", "adakv+int8", "snapkv+int8", "expected+fp8", "full+int(keys=4)"],
+)
+def test_tokens_of_a_block_can_see_each_other_as_they_are_stored(policy):
+    """As decoded tokens do, of which each reads the codes of those before it."""
+    loaded = load()
+    ids = torch.randint(10, 400, (1, 200), generator=torch.Generator().manual_seed(1))
+    budget = None if policy.startswith("full") else 64
+
+    def scores(chunk, rounds):
+        cache = kvtool.build_cache(loaded.model, policy, budget)
+        first = prefill(loaded.model, cache, ids, tokenizer=loaded.tokenizer)
+        with cache.budgets.raising(), cache.running.rounding() if rounds else nullcontext():
+            return token_logprobs(loaded.model, cache, ids[:, :6], chunk=chunk, first_logits=first)[
+                0
+            ]
+
+    decoded = scores(1, False)
+    torch.testing.assert_close(scores(6, True), decoded, atol=1e-3, rtol=0)
+    assert (scores(6, False) - decoded).abs().max() > 0.01

@@ -114,9 +114,12 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         return kept + query_length, self.seen - kept
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args, **kwargs
+        self, key_states: Tensor, value_states: Tensor, *args, rounded: bool = False, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Take in the keys and values of a block; they are stored when it has been attended.
+
+        Args:
+            rounded: whether its tokens see each other as they are stored.
 
         Returns:
             Keys and values to attend to: of the kept slots, and the block behind them; of heads
@@ -125,6 +128,9 @@ class SlotLayer(TokenCounts, CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.unattended = True
+        if rounded:
+            form = self.form
+            key_states, value_states = form.dequantise(form.quantise(key_states, value_states))
         if self.reads_apart:
             return key_states, value_states
         self.compact()

@@ -148,7 +148,7 @@ class KVCache(InWords, CacheState):
         elif not decoding:
             self.ungroup()
             self.static.forget()
-            raw_key, raw_value = layer.update(key_states, value_states)
+            raw_key, raw_value = layer.update(key_states, value_states, rounded=running.rounds)
             self.meter.run(raw_key.nbytes + raw_value.nbytes)
             context = StepContext(
                 kernel,

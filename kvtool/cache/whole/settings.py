@@ -178,12 +178,13 @@ class ForwardState:
         in_prompt: whether it is a part of a prompt that was announced.
         prompt_lengths: tokens that each batch entry will have seen at the end of that prompt.
         last_block: whether it ends its prompt.
+        rounds: whether tokens of a block see each other as they are stored, as decoded ones do.
         piece: tokens of that prompt that are read at a time, of what is cut at its end; None: all.
         rope: for which lengths of the text the factors of a RoPE were chosen.
     """
 
     def __init__(self) -> None:
-        self.masked, self.own_mask, self.in_generate = True, False, False
+        self.masked, self.own_mask, self.in_generate, self.rounds = True, False, False, False
         self.fed = FedTokens()
         self.rope = RopeChoice()
         self.placement: Placement | None = None
@@ -243,6 +244,15 @@ class ForwardState:
             yield
         finally:
             self.in_generate = False
+
+    @contextmanager
+    def rounding(self) -> Iterator[None]:
+        """Round the tokens of blocks inside before they are attended."""
+        self.rounds = True
+        try:
+            yield
+        finally:
+            self.rounds = False
 
     def note_rope(self, rope: RopeChoice) -> None:
         """Note for which lengths of the text the factors of a RoPE were chosen."""

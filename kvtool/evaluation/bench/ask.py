@@ -4,14 +4,15 @@ Right answers can be scored in place of answers decoded. A greedy answer begins 
 exactly if each of its tokens is the likeliest after those before it. So the right answer is fed,
 and one run of the model takes the place of one for each token. That run evicts nothing, where
 decoding evicts a token in each step; a policy that holds its budget all the time is read in one run
-only if this concerns few of the tokens that it keeps. What reads, corrects or rounds anew in every
+only if this concerns few of the tokens that it keeps. What reads or corrects anew in every
 step gets the answer token by token.
 """
 
 from __future__ import annotations
 
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from kvtool.documents.messages import Message
@@ -236,7 +237,7 @@ def score_answer(bench: Bench, cache: KVCache, turn: Turn, before: str, logits: 
     count = ids.shape[1]
     together = _in_one_run(bench, count)
     start = time.perf_counter()
-    with cache.budgets.raising() if together else nullcontext():
+    with _whole(cache) if together else nullcontext():
         chunk = max(count, 2) if together else 1
         logprobs, likeliest = token_scores(
             bench.model, cache, ids, chunk=chunk, first_logits=logits
@@ -251,6 +252,13 @@ def score_answer(bench: Bench, cache: KVCache, turn: Turn, before: str, logits: 
         "nll": -logprobs.mean().item(),
         "right_tokens": right,
     }
+
+
+@contextmanager
+def _whole(cache: KVCache) -> Iterator[None]:
+    """Let an answer stay whole, whose tokens see each other as they are stored."""
+    with cache.budgets.raising(), cache.running.rounding():
+        yield
 
 
 def _in_one_run(bench: Bench, tokens: int) -> bool:

@@ -21,12 +21,13 @@ BLOCKS = [
     ("h2o+cam", False),
     ("snapkv+every(steps=16)", True),
     ("pyramidkv", False),
+    ("full+int8", True),
+    ("adakv+int4", False),
 ]
 STEPS = [  # those that read it token by token
     ("quest", False),
     ("rocketkv", True),
     ("h2o+calidrop", False),
-    ("full+int8", True),
     ("streaming(positions=cache)", False),
 ]
 
@@ -99,12 +100,12 @@ def test_the_likelihood_is_that_of_the_plain_model(loaded, samples):
         assert record["turns"][0]["new_tokens"] == ids.shape[1] - begun == 7
 
 
-@pytest.mark.parametrize("policy", ["h2o", "full"])
+@pytest.mark.parametrize("policy", ["h2o", "full", "full+int8"])
 def test_an_answer_takes_one_run_where_steps_only_append_and_evict(loaded, samples, policy):
     assert measure(loaded, samples, policy, answers="scored")[1] == 2  # the prompt's, and one
 
 
-@pytest.mark.parametrize("policy", ["quest", "full+int8"])
+@pytest.mark.parametrize("policy", ["quest", "h2o+calidrop"])
 def test_an_answer_takes_a_run_for_each_token_where_steps_differ(loaded, samples, policy):
     runs = measure(loaded, samples, policy, answers="scored")[1]
     assert runs == 1 + 6  # the first of 7 tokens comes from the prompt's own
