@@ -21,6 +21,7 @@ from kvtool.planning.ways import list_ways
 from kvtool.policies.grammar import parse_policy
 from kvtool.sizes import Budget, bytes_in_words
 from kvtool.watcher import Watcher
+from tests.engines.serving import needs_serve, serving
 from tests.models.published import LLAMA_3 as LLAMA
 
 PROMPT = "The code is 12. " * 320
@@ -246,6 +247,27 @@ def test_a_server_has_half_of_what_weights_leave_where_nothing_is_said(kvtool, m
     done = kvtool("serve", "-p", "auto", "--rows", "3", *SERVED, "--dry-run")
     given = kvtool("serve", "-p", "auto", "--rows", "3", "--memory", "4MiB", *SERVED, "--dry-run")
     assert chosen(done)[1]["auto"] == chosen(given)[1]["auto"]
+
+
+@needs_serve
+def test_a_server_answers_by_it_and_runs_as_many_requests_as_it_has_rows(monkeypatch):
+    from kvtool.calls import serve_loaded  # needs uvicorn
+
+    limits = []
+
+    def begin(*given, before=serve_loaded.LiveAnswers, **more):
+        limits.append(more["most_sequences"])
+        return before(*given, **more)
+
+    monkeypatch.setattr(serve_loaded, "LiveAnswers", begin)
+    given = {"longest_prompt": "2000", "max_new_tokens": 64, "memory": "4MiB"}
+    with serving(policy="auto", rows=3, **given) as server:
+        status, answer = server.ask("/v1/completions", {"prompt": "12 12", "max_tokens": 2})
+    first = first_for_turns(
+        package.plan(bytes="4MiB", context=2064, max_new_tokens=64, batch=3).ways
+    )
+    assert (status, limits) == (200, [3])
+    assert answer["usage"]["kvtool"]["policy"] == first.policy
 
 
 def test_weights_that_do_not_fit_leave_a_server_nothing(kvtool, monkeypatch):
