@@ -178,7 +178,7 @@ def choose_policy(
     if plan is not None:
         size = plan.target.budget
     if settings.chooses:
-        others = {"-b": size, "--allocator": settings.allocator, "a plan": plan}
+        others = {"a plan": plan, "-b": size, "--allocator": settings.allocator}
         for name in (name for name, given in others.items() if given is not None):
             raise UsageError(
                 f"-p auto chooses the budget, too; leave out {name}", hint="--memory bounds it"

@@ -419,6 +419,16 @@ def test_what_recipes_say_is_checked_too(kvtool, tmp_path, words, told):
     assert (done.code, told in done.err) == (2, True)
 
 
+def test_a_plan_and_modifiers_are_refused_beside_it(kvtool, tmp_path):
+    made = ("plan-budget", "-b", "64", "--context", "500", "-p", "snapkv", "-o", "plan.yaml")
+    assert kvtool(*made).code == 0
+    done = kvtool("generate", "plan.yaml", *ASKED, "-p", "auto")
+    assert (done.code, "chooses the budget, too; leave out a plan" in done.err) == (2, True)
+    (tmp_path / "recipe.yaml").write_text("kind: recipe\npolicy: auto\nmodifiers: [int8]\n")
+    done = kvtool("generate", "recipe.yaml", *ASKED)
+    assert (done.code, "here name one" in done.err) == (2, True)
+
+
 # ---- without weights
 
 
