@@ -20,7 +20,7 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.columns import add_columns
 from kvtool.maths.estimates import take_rows
-from kvtool.maths.quantise import are_centred, from_fp8, from_int4, from_int8
+from kvtool.maths.quantise import are_apart, from_fp8, from_int4, from_int8
 
 _DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 
@@ -128,7 +128,7 @@ def attend_codes(
     dtype, query = query.dtype, query.float()
     if constants is not None:  # a channel more
         query = torch.cat([query, constants[..., None, None]], -1)
-        key = torch.cat([key, are_centred(codes[1])], -1)
+        key = torch.cat([key, ~are_apart(codes[1])], -1)
     out, found = attend_slots(query, key, value, positions, sums, **options)
     return out.view(*query.shape[:3], value_dim).to(dtype), found
 
