@@ -1,10 +1,12 @@
 """KVzip in blocks: what each block leaves against plain loops on a model, and what is held."""
 
+import itertools
 import warnings
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import kvtool
 from kvtool import UsageError, parse_policy
@@ -204,6 +206,40 @@ def test_no_more_than_budget_and_block_are_stored(policy):
     stores = [store.slots for layer in cache.slot_layers for store in layer.stores]
     assert all(not store.state for store in stores)  # weights are gone with the last cut
     assert report.state_bytes == 4 * sum(each.positions.numel() for each in stores) + ranges
+
+
+def alive_at_cuts(model, ids, **options):
+    """Bytes that live at a time while something is cut, above those before."""
+    whole = repetition.cut_repeated
+
+    def note(*args, **kwargs):
+        with record_function("cut"):
+            whole(*args, **kwargs)
+
+    with (
+        patch.object(repetition, "cut_repeated", note),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        read(model, ids, **options)
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    for cut in (event for event in events if event.name() == "cut"):
+        end = cut.start_ns() + cut.duration_ns()
+        own = [change for at, change in changes if cut.start_ns() <= at <= end]
+        yield max(itertools.accumulate(own))
+
+
+@pytest.mark.parametrize("layers", [1, 16])
+def test_a_cut_takes_no_more_than_is_planned(layers):
+    """Where many layers compete, their numbers take more than what one layer attends to."""
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=layers))
+    alive = list(alive_at_cuts(model, random_ids(196), budget=40, block=32))
+    shapes = layer_shapes(model.config, "float32")
+    _, planned = repeating_bytes(parse_policy("kvzip"), shapes, [40 + 36] * layers, 196, 36)
+    assert len(alive) == 6
+    assert max(alive) <= planned
+    if layers == 16:
+        assert planned == 48 * 16 * 2 * 76 < 1.2 * max(alive)
 
 
 def test_the_peak_is_a_fraction_of_the_whole_prompts():
