@@ -95,6 +95,60 @@ def test_many_cuts_leave_what_one_cut_of_all_scores_would_leave():
         assert positions(cache, layer) == [at_once[layer, head] for head in range(2)]
 
 
+def stored_by_place(layers):
+    """What is stored of each token, by layer, KV head and position."""
+    for layer in layers:
+        slots = layer.sorted_slots()
+        for head, row in enumerate(slots.positions[0].tolist()):
+            for slot, j in enumerate(row):
+                if j >= 0:
+                    stored = {name: all_of[0, head, slot] for name, all_of in slots.stored.items()}
+                    yield (layer.index, head, j), stored
+
+
+@pytest.mark.parametrize("settings", ["+int4", "(layers=each)", "(layers=each)+int4"])
+def test_many_cuts_change_neither_scores_nor_codes(settings):
+    """What stays is what one cut of all scores leaves, of all layers or of each, as first coded."""
+    model, scores, codes = attached(head_dim=32), {}, {}
+    split, whole = Joint.tokens_of, repetition.cut_repeated
+
+    def note_scores(self, layers):
+        for layer, heads in enumerate(layers):
+            numbers, free = heads.importance[0], ~heads.protected[0] & (heads.positions[0] >= 0)
+            for head, slot in free.nonzero().tolist():
+                place = layer, head, int(heads.positions[0, head, slot])
+                score = float(numbers[head, slot])
+                assert scores.setdefault(place, score) == score
+        return split(self, layers)
+
+    def note_codes(layers, *args, **kwargs):
+        for place, stored in stored_by_place(layers):
+            known = codes.setdefault(place, stored)
+            assert all(torch.equal(known[name], own) for name, own in stored.items())
+        whole(layers, *args, **kwargs)
+
+    with (
+        patch.object(Joint, "tokens_of", note_scores),
+        patch.object(repetition, "cut_repeated", note_codes),
+    ):
+        cache, _ = read(model, random_ids(80), policy=f"kvzip{settings}", block=16)
+    assert len(codes) == 4 * 80
+    by_layer = [
+        [{j: s for (*own, j), s in scores.items() if own == [i, h]} for h in (0, 1)] for i in (0, 1)
+    ]
+    every = {(layer, head): [*range(80)] for layer in (0, 1) for head in (0, 1)}
+    expected = kept_of(by_layer, every, BUDGET)
+    if "each" in settings:
+        expected = {}
+        for layer, own in enumerate(by_layer):
+            kept = kept_of([own], {(0, head): [*range(80)] for head in (0, 1)}, BUDGET)
+            expected |= {(layer, head): kept[0, head] for head in (0, 1)}
+    for layer in (0, 1):
+        assert positions(cache, layer) == [expected[layer, head] for head in (0, 1)]
+    for place, stored in stored_by_place(cache.slot_layers):
+        assert all(torch.equal(codes[place][name], own) for name, own in stored.items())
+
+
 def test_the_worked_example():
     """One layer, heads a and b, one sink: 4 pairs stay of 6, and then of 10."""
 
