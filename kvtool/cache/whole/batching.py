@@ -47,9 +47,8 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
         why = "the model has recurrent layers"
     if why is not None:
         raise KvtoolError(f"rows under `{cache.policy}` cannot join a running batch: {why}")
-    for other in others:
-        other.check_whole()
-    cache.check_whole()
+    for each in (cache, *others):
+        each.check_whole()
     for each in (cache, *others):
         each.ungroup()
         each.static.forget()
@@ -89,9 +88,8 @@ def put_entry(cache: KVCache, entry: int, other: KVCache) -> bool:
     pairs = list(zip(cache.slot_layers, other.slot_layers, strict=True))
     if cache.link.rope is not None or not all(_fits(*pair) for pair in pairs):
         return False
-    other.check_whole()
-    cache.check_whole()
     for each in (cache, other):
+        each.check_whole()
         each.ungroup()
     other.static.forget()
     spreads, new = cache.budgets.spreads, other.budgets.spreads
