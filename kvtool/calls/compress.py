@@ -122,10 +122,10 @@ def prepare_compression(
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     policy, budget = choose_policy(settings, plan, watcher)
     prefill = read_prefill(settings, policy)
+    request = Request(prompt, source, policy, budget, prefill, plan)
+    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
     if settings.export_path is not None:
         from kvtool.engines.vllm.virtual_prompt import refuse_policy
 
-        refuse_policy(policy)
-    request = Request(prompt, source, policy, budget, prefill, plan)
-    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
+        refuse_policy(request.policy)
     return CompressionRun(settings, request)

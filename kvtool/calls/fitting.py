@@ -23,7 +23,7 @@ from kvtool.planning.lost_answers import Losses, packaged
 from kvtool.planning.make_plan import PlannableLayers
 from kvtool.planning.parameters import BITS, Bits, weights_bytes
 from kvtool.planning.variants import FULL_CACHE, Variant
-from kvtool.planning.ways import Asked, list_ways
+from kvtool.planning.ways import list_ways, policy_of
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words, spell_prefill
@@ -32,10 +32,13 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.calls.plan_settings import PlanSettings
     from kvtool.calls.request import Request
+    from kvtool.calls.serve_settings import ServeSettings
     from kvtool.calls.settings import PromptSettings
     from kvtool.documents.memory import ModelShape
     from kvtool.documents.messages import Turns
     from kvtool.model_shape import LayerShape
+
+_CHARACTERS = 4  # of English in a token, about
 
 
 def estimate_run(
@@ -68,10 +71,14 @@ def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
     Raises:
         KvtoolError: a configuration that cannot be read.
     """
+    return _estimate(settings, _run_of_text(settings, Text(prompt, new)), only_weights=True)
+
+
+def _run_of_text(settings: DeviceSettings, text: Text) -> Run:
+    """Return the run of a text with a full cache, for which the model's configuration is enough."""
     device = settings.planned_device
     dtype, config = resolve_dtype(settings.dtype or "auto", device), settings.source().config()
-    run = Run(config, dtype, FULL_CACHE, Text(prompt, new), device=device)
-    return _estimate(settings, run, only_weights=True)
+    return Run(config, dtype, FULL_CACHE, text, device=device)
 
 
 def with_budget(
@@ -98,19 +105,39 @@ def with_budget(
         return request
     run = _run_of(settings, request, new, turns)
     if isinstance(run, UnknownMemory):
-        settings.source().tokenizer()  # says why the model cannot be read
-        raise UsageError("auto needs the model's configuration and tokenizer")
+        guesses = settings.chooses and settings.dry_run and settings.source().is_folder
+        if not (guesses and turns is None and request.prompt):
+            settings.source().tokenizer()  # says why the model cannot be read
+            raise UsageError("auto needs the model's configuration and tokenizer")
+        watcher.note(f"prompt: {_CHARACTERS} characters count as a token; no tokenizer is here")
+        run = _run_of_text(settings, Text(len(request.prompt) // _CHARACTERS + 1, new))
     memory = _memory_of(settings, run)
     if settings.chooses:
-        asked: Asked = "later" if later else "known"
-        policy, budget, prefill = choose_way(
-            settings, run, memory, asked, watcher, turns=turns is not None
+        policy, budget, read = choose_way(
+            run, memory, watcher, later=later, prefill=settings.prefill, turns=turns is not None
         )
-        return replace(request, policy=policy, budget=budget, prefill=prefill)
+        return replace(request, policy=policy, budget=budget, prefill=read)
     assert request.budget is not None
     budget = choose_bytes([run], request.budget, memory)
     watcher.note(chosen_note(budget, request.budget, memory, [run]))
     return replace(request, budget=budget)
+
+
+def for_requests(settings: ServeSettings, request: Request, watcher: Watcher) -> Request:
+    """Return a request whose policy holds as many of a server's requests as are to run at a time.
+
+    Raises:
+        UsageError: they do not fit; the longest prompt or the memory is not known.
+    """
+    new, size = settings.longest_answer_tokens or settings.new_tokens, settings.memory_bytes
+    run = _run_of_text(settings, Text(settings.longest or 0, new, settings.rows or 1))
+    if size is None:
+        free, weights = _memory_of(settings, run).known("-p auto")
+        size = max(0, free - weights) // 2  # as `room_beside` counts once they are loaded
+    policy, budget, read = choose_way(
+        replace(run, size=size), None, watcher, later=None, prefill=settings.prefill, turns=True
+    )
+    return replace(request, policy=policy, budget=budget, prefill=read)
 
 
 def _run_of(
@@ -243,9 +270,7 @@ class PlannedRun:
         """
         if not ways or not ways[0].fits:
             raise self.refusal(parse_policy("keydiff"))
-        policy = parse_policy(ways[0].policy, imports=False)
-        tokens = ways[0].reads or ways[0].tokens
-        return policy, Budget(tokens=tokens) if policy.takes_budget else None
+        return policy_of(ways[0])
 
     def budget(self, policy: Policy) -> Budget | None:
         """Return the largest budget of a policy on the device; None: it keeps everything.

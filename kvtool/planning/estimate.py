@@ -78,8 +78,9 @@ def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
     return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, reading)
 
 
-def row_bytes(config: Any, dtype: str, variant: Variant, tokens: int, new: int) -> int:
-    """Forecast what a cache holds of one prompt and its answer, policy state included."""
+def row_bytes(model: Any, variant: Variant, tokens: int, new: int) -> int:
+    """Forecast what a model's cache holds of one prompt and its answer, policy state included."""
+    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
     unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
     found = estimate_memory(config, dtype, variant, text, unknown)

@@ -23,9 +23,10 @@ from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 
 
-def why_apart(policy: Policy) -> str | None:
-    """Say why sequences under a policy cannot join a batch that runs; None: they can."""
-    return why_not(policy, "joined")
+def why_apart(policy: Policy, *, recurrent: bool = False) -> str | None:
+    """Say why sequences under a policy, or of a recurrent model, cannot join a batch that runs."""
+    recurs = "the model has recurrent layers" if recurrent else None
+    return why_not(policy, "joined") or recurs
 
 
 @torch.no_grad()
@@ -42,9 +43,7 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
     Raises:
         KvtoolError: a policy or a model whose sequences cannot be joined.
     """
-    why = why_apart(cache.policy)
-    if why is None and cache.recurrent:
-        why = "the model has recurrent layers"
+    why = why_apart(cache.policy, recurrent=cache.recurrent)
     if why is not None:
         raise KvtoolError(f"rows under `{cache.policy}` cannot join a running batch: {why}")
     for each in (cache, *others):
