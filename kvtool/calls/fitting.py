@@ -152,7 +152,7 @@ def _run_of(
         dtype = source.dtype
     try:
         tokenizer, config = source.tokenizer()
-        prompt = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
+        prompt, later = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
     except KvtoolError as error:
         if source.is_folder:
             source.config()
@@ -160,8 +160,9 @@ def _run_of(
             return UnknownMemory(error.message, error.hint)
         return UnknownMemory("the model's configuration or tokenizer cannot be read")
     if turns is not None:
-        prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
-    text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)
+        between = new * (sum(turn.answer is None for turn in turns.turns) - 1)
+        prompt, later = prompt + between, later + between
+    text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size, later)
     variant = Variant(request.policy, request.budget, request.prefill, request.plan)
     return Run(config, dtype, variant, text, device=device)
 
@@ -208,8 +209,8 @@ def _prompt_tokens(
     turns: Turns | None,
     *,
     closed: bool,
-) -> int:
-    """Count what is fed before the last answer, with what the chat template sets around it."""
+) -> tuple[int, int]:
+    """Count what is fed before the last answer, template included, and of it the later turns."""
     from kvtool.models.chat import continued_ids, make_frame
 
     system = settings.system
@@ -226,11 +227,13 @@ def _prompt_tokens(
     text += frame.closing if closed and turns is None and said else ""
     path = getattr(settings, "cache_path", None)
     if path is None:
-        ids = tokenizer(frame.opening + text, add_special_tokens=frame.special)["input_ids"]
-        return len(ids)
+        opened = [frame.opening + each for each in (text, *said[:1])]
+        counts = [*map(len, tokenizer(opened, add_special_tokens=frame.special)["input_ids"])]
+        return counts[0], 0 if turns is None else counts[0] - counts[1]
     from kvtool.cache.files.format import read_metadata
 
-    return int(read_metadata(path)["tokens_seen"]) + len(continued_ids(tokenizer, text))
+    later = len(continued_ids(tokenizer, text))  # than what was cut when the file was made
+    return int(read_metadata(path)["tokens_seen"]) + later, later
 
 
 @dataclass(frozen=True)

@@ -101,16 +101,17 @@ def estimate_memory(
     Raises:
         UsageError: a budget that is too small for the policy; heads that its codec cannot store.
     """
-    found = _count(config, dtype, variant, text)
+    cut = text.cut_by(variant.policy)
+    found = _count(config, dtype, variant, cut)
     layers, policy, budgets = found.layers, found.policy, found.budgets
     reads = None
     if policy.budget_is_traffic:
         pairs = [each.reading.pairs if each.reading else each.tokens for each in budgets]
         reads = _of_all(layers, pairs, text.prompt)
-    host = _on_host(policy, layers, budgets, text)
+    host = _on_host(policy, layers, budgets, cut)
     peak = memory.weights_bytes
     if peak is not None:
-        peak += _peak(config, found, text)
+        peak += _peak(config, found, cut)
         peak += host // max(1, len(budgets))  # of a layer, fetched to be attended to
         peak += host if memory.device == "cpu" else 0
     return CacheMemory(
@@ -174,7 +175,9 @@ def _peak(config: Any, found: _Counted, text: Text) -> int:
     whole = found.waits or found.policy.repetition is not None  # a head may keep all
     seen = n if whole else min(n, max(found.slots) + found.block)
     computing = computing_bytes(*given, block=found.block, keys=seen, first=first)
-    answering = computing_bytes(*given, block=1, keys=max(found.slots) + text.new, first=first)
+    turn = text.later if found.block == n else min(text.later, found.block)
+    keys = max(found.slots) + text.new
+    answering = computing_bytes(*given, block=max(1, turn), keys=keys, first=first)
     return max(found.reading * text.sequences + computing, found.held + answering)
 
 

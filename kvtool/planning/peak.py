@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.model_shape import LayerShape
 from kvtool.planning.bytes import Text, free_of, grown, of_layers, range_bytes, slot_bytes
+from kvtool.policies.allocate.joint import COMPETING
 from kvtool.policies.parts import Evidence
 from kvtool.sizes import LONG_PROMPT
 
@@ -76,14 +77,20 @@ def repeating_bytes(
         block: of the longest block.
 
     Returns:
-        What is stored, to the byte where no buffers grow; and at most what one layer attends to:
-        a copy of its slots beside a block or its repetition, in the model's dtype.
+        What is stored, to the byte where no buffers grow; and what is there beside it at most: what
+        one layer attends to, a copy of its slots beside a block or its repetition, in the model's
+        dtype, or what the slots of all layers take while they compete.
     """
     sizes = _slot_sizes(layers, policy, policy.codec, more=1)
     ranges = of_layers(layers, lambda layer: range_bytes(layer, policy.codec))
     stored = sum(size * k for size, k in zip(sizes, slots, strict=True)) + sum(ranges)
     joined = max(of_layers(layers, lambda layer: layer.bytes))
-    return stored, joined * (min(n, sum(slots)) + block + _AROUND)
+    attended = joined * (min(n, sum(slots)) + block + _AROUND)
+    if policy.head_split is None or not policy.head_split.across_layers:
+        return stored, attended
+    heads = of_layers(layers, lambda layer: layer.kv_heads if layer.window is None else 0)
+    competing = COMPETING * sum(own * k for own, k in zip(heads, slots, strict=True))
+    return stored, max(attended, competing)
 
 
 def _moments_bytes(policy: Policy, layers: Sequence[LayerShape | None], *, whole: bool) -> int:

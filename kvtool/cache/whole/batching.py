@@ -46,9 +46,8 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
     why = why_apart(cache.policy, recurrent=cache.recurrent)
     if why is not None:
         raise KvtoolError(f"rows under `{cache.policy}` cannot join a running batch: {why}")
-    for other in others:
-        other.check_whole()
-    cache.check_whole()
+    for each in (cache, *others):
+        each.check_whole()
     for each in (cache, *others):
         each.ungroup()
         each.static.forget()
@@ -88,9 +87,8 @@ def put_entry(cache: KVCache, entry: int, other: KVCache) -> bool:
     pairs = list(zip(cache.slot_layers, other.slot_layers, strict=True))
     if cache.link.rope is not None or not all(_fits(*pair) for pair in pairs):
         return False
-    other.check_whole()
-    cache.check_whole()
     for each in (cache, other):
+        each.check_whole()
         each.ungroup()
     other.static.forget()
     spreads, new = cache.budgets.spreads, other.budgets.spreads
