@@ -35,7 +35,7 @@ class _Counted:
         kv, held: bytes of keys and values, and of all, at most from the end of the prompt on.
         block: tokens of the prompt that run through the model at a time.
         waits: whether layers are cut only once all of them have read the prompt.
-        reading: bytes of one sequence while the prompt is read.
+        reading, cutting: bytes of one sequence while the prompt is read, and while it is cut.
     """
 
     layers: list[LayerShape | None]
@@ -48,6 +48,7 @@ class _Counted:
     block: int
     waits: bool
     reading: int
+    cutting: int
 
 
 def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
@@ -71,11 +72,12 @@ def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
     slots = [min(n, tokens + more) for tokens in stored]
     if policy.repetition is not None and not waits:
         slots = _of_all(layers, [min(n, each.tokens + block) for each in budgets], n)
-        reading = sum(repeating_bytes(policy, layers, slots, n, block))
+        own, attended, competing = repeating_bytes(policy, layers, slots, n, block)
+        most = own + attended, own + competing
     else:
-        reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
+        most = (reading_bytes(policy, layers, slots, n, block, waits=waits),) * 2
     kv, held = int(found.keys_values * spare), int(found.storage * spare)
-    return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, reading)
+    return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, *most)
 
 
 def row_bytes(model: Any, variant: Variant, tokens: int, new: int) -> int:
@@ -166,7 +168,8 @@ def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> i
 
 def reading_of(config: Any, dtype: str, variant: Variant, text: Text) -> int:
     """Forecast the bytes of keys, values and numbers while prompts are read, at most."""
-    return _count(config, dtype, variant, text).reading * text.sequences
+    found = _count(config, dtype, variant, text)
+    return max(found.reading, found.cutting) * text.sequences
 
 
 def _peak(config: Any, found: _Counted, text: Text) -> int:
@@ -178,7 +181,8 @@ def _peak(config: Any, found: _Counted, text: Text) -> int:
     turn = text.later if found.block == n else min(text.later, found.block)
     keys = max(found.slots) + text.new
     answering = computing_bytes(*given, block=max(1, turn), keys=keys, first=first)
-    return max(found.reading * text.sequences + computing, found.held + answering)
+    reading = max(found.reading * text.sequences + computing, found.cutting * text.sequences)
+    return max(reading, found.held + answering)
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
@@ -250,7 +254,7 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
             hint="give the budget in tokens or as a share",
         )
     found = _count(config, dtype, variant, Text(n, new))
-    return max(found.reading, found.held)
+    return max(found.reading, found.cutting, found.held)
 
 
 def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, memory: int) -> int:

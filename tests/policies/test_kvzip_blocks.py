@@ -252,7 +252,7 @@ def test_no_more_than_budget_and_block_are_stored(policy):
     assert len(held) == 6  # the last block has 36: a rest of 4 joined it
     assert held[0] == 32 * 4 * slot + ranges  # tokens x heads
     assert {*held[1:-1]} == {52 * 4 * (slot + 4) + ranges}  # with their weights
-    planned, copy = repeating_bytes(parse_policy(policy), shapes, [20 + 36] * 2, 196, 36)
+    planned, copy, _ = repeating_bytes(parse_policy(policy), shapes, [20 + 36] * 2, 196, 36)
     assert max(held) == held[-1] == planned == (20 + 36) * 4 * (slot + 4) + ranges
     report = cache.report()
     assert report.peak_bytes <= planned + copy
@@ -289,11 +289,11 @@ def test_a_cut_takes_no_more_than_is_planned(layers):
     model = kvtool.attach(peaky_model("llama", num_hidden_layers=layers))
     alive = list(alive_at_cuts(model, random_ids(196), budget=40, block=32))
     shapes = layer_shapes(model.config, "float32")
-    _, planned = repeating_bytes(parse_policy("kvzip"), shapes, [40 + 36] * layers, 196, 36)
+    _, *planned = repeating_bytes(parse_policy("kvzip"), shapes, [40 + 36] * layers, 196, 36)
     assert len(alive) == 6
-    assert max(alive) <= planned
+    assert max(alive) <= max(planned)
     if layers == 16:
-        assert planned == 48 * 16 * 2 * 76 < 1.2 * max(alive)
+        assert max(planned) == 48 * 16 * 2 * 76 < 1.2 * max(alive)
 
 
 def test_the_peak_is_a_fraction_of_the_whole_prompts():

@@ -16,9 +16,6 @@ from kvtool.policies.allocate.ada import competing_tokens, total_tokens
 from kvtool.policies.allocate.head_split import HeadSplit
 from kvtool.policies.allocate.problem import Heads
 
-COMPETING = 48
-"""Bytes that each slot of all layers takes while they compete, the order of all included."""
-
 
 @dataclass(frozen=True)
 class Joint(HeadSplit):
@@ -50,8 +47,8 @@ class Joint(HeadSplit):
             return super().tokens_of(layers)
         found = [_competing(heads) for heads in layers]
         counts = [stored for _, stored, _ in found]
-        sizes, device = [each.shape[1] for each in counts], counts[0].device
-        heads = sum(sizes)
+        sizes = [each.shape[1] for each in counts]
+        heads, device = sum(sizes), counts[0].device
         for row in range(len(counts[0])):
             spare = sum(int(total[row]) - int(stored[row].sum()) for total, stored, _ in found)
             if spare >= 0:
