@@ -13,7 +13,7 @@ _HOMES = {
     "parse_policy": "kvtool.policies.grammar",
     "build_cache": "kvtool.cache.entry.build",
     "attach": "kvtool.cache.entry.build",
-    "compressed": "kvtool.cache.entry.build",
+    "compressed": "kvtool.calls.auto_policy",
     "detach": "kvtool.cache.hooks.attach",
     "save_cache": "kvtool.cache.files.save",
     "load_cache": "kvtool.cache.files.load",

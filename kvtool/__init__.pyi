@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 from kvtool.cache.entry.build import attach as attach
 from kvtool.cache.entry.build import build_cache as build_cache
-from kvtool.cache.entry.build import compressed as compressed
 from kvtool.cache.files.load import load_cache as load_cache
 from kvtool.cache.files.save import save_cache as save_cache
 from kvtool.cache.hooks.attach import detach as detach
 from kvtool.cache.whole.cache import KVCache
+from kvtool.calls.auto_policy import compressed as compressed
 from kvtool.calls.check_policy import check_policy as check_policy
 from kvtool.calls.evaluate import load_results as load_results
 from kvtool.documents.generation import ExportDocument, GenerationDocument

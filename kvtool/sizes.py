@@ -16,7 +16,7 @@ DEVICE_BLOCKS = {"cuda": 2048}  # the same, where a block of few tokens takes as
 MOST_TOKENS = 2**31 - 1  # of a text: a cache stores positions in 32 bits
 MOST_BYTES = 2**63 - 1
 LARGEST_SEED = 2**63 - 1
-AUTO = "auto"  # a budget that a device's free memory gives
+AUTO = "auto"  # a budget that a device's free memory gives, or what a plan in it lists first
 DEFAULT_SHARE = Fraction(4, 5)  # of that memory
 WIDTH = 100  # characters of a line, of tables as of YAML
 
@@ -381,3 +381,19 @@ def _times_divisible(n: int, prime: int) -> int:
         n //= prime
         times += 1
     return times
+
+
+def budget_size(budget: int | str) -> tuple[str, Fraction]:
+    """Return a budget's unit and size.
+
+    >>> budget_size("20%")
+    ('ratio', Fraction(1, 5))
+    """
+    parsed = Budget.parse(budget)
+    sizes = {"tokens": parsed.tokens, "ratio": parsed.ratio, "bytes": parsed.bytes}
+    return next((unit, Fraction(size)) for unit, size in sizes.items() if size is not None)
+
+
+def budget_order(budget: int | str | None) -> tuple[str, Fraction]:
+    """Return what budgets are sorted by; a variant without a budget comes first."""
+    return ("", Fraction(0)) if budget is None else budget_size(budget)

@@ -91,12 +91,10 @@ def answer_all(
 ) -> Iterator[AnswerLine]:
     """Yield answers as they end; arguments and errors as `PromptsRun.run`."""
     model, tokenizer = loaded.model, loaded.tokenizer
-    why = why_apart(request.policy)
-    if why is None and request.new_cache(model).recurrent:
-        why = "the model has recurrent layers"
+    why = why_apart(request.policy, recurrent=request.new_cache(model).recurrent)
     if why is not None:
         watcher.note(f"prompts are answered one by one: {why}")
-    memory, most_sequences = room_for_rows(settings.memory_bytes, settings.device_map, model)
+    memory, most_sequences = room_for_rows(settings.memory_bytes, model)
     shared = shared_fingerprint(settings, request, loaded)
     waiting, bad = line_up(settings, request, loaded, prompts, answered, watcher, memory, shared)
     yield from bad

@@ -120,9 +120,8 @@ class DecodingSettings:
 
 
 MEMORY_HELP = (
-    "Memory, weights included, that --dry-run, -b auto and -p auto count with (16GiB).  [default: "
-    "what is "
-    "free]"
+    "Memory, weights included, that --dry-run, -b auto and -p auto count with (16GiB).  "
+    "[default: what is free]"
 )
 
 

@@ -123,11 +123,11 @@ def prepare_compression(
         raise UsageError("no prompt", hint="--prompt TEXT or --prompt-file FILE")
     policy, budget = choose_policy(settings, plan, watcher)
     prefill = read_prefill(settings, policy)
+    request = Request(prompt, source, policy, budget, prefill, plan)
+    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
     if settings.export_paths:
         from kvtool.engines.virtual_prompt import refuse_policy
 
         for engine in settings.export_paths:
-            refuse_policy(policy, engine)
-    request = Request(prompt, source, policy, budget, prefill, plan)
-    request = with_budget(settings, request, watcher, settings.new_tokens, later=True)
+            refuse_policy(request.policy, engine)
     return CompressionRun(settings, request)

@@ -23,7 +23,7 @@ from kvtool.planning.lost_answers import Losses, packaged
 from kvtool.planning.make_plan import PlannableLayers
 from kvtool.planning.parameters import BITS, Bits, weights_bytes
 from kvtool.planning.variants import FULL_CACHE, Variant
-from kvtool.planning.ways import Asked, list_ways
+from kvtool.planning.ways import list_ways, policy_of
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
 from kvtool.sizes import Budget, bytes_in_words, spell_prefill
@@ -32,10 +32,13 @@ from kvtool.watcher import Watcher
 if TYPE_CHECKING:
     from kvtool.calls.plan_settings import PlanSettings
     from kvtool.calls.request import Request
+    from kvtool.calls.serve_settings import ServeSettings
     from kvtool.calls.settings import PromptSettings
     from kvtool.documents.memory import ModelShape
     from kvtool.documents.messages import Turns
     from kvtool.model_shape import LayerShape
+
+_CHARACTERS = 4  # of English in a token, about
 
 
 def estimate_run(
@@ -68,10 +71,14 @@ def estimate_text(settings: DeviceSettings, prompt: int, new: int) -> RunMemory:
     Raises:
         KvtoolError: a configuration that cannot be read.
     """
+    return _estimate(settings, _run_of_text(settings, Text(prompt, new)), only_weights=True)
+
+
+def _run_of_text(settings: DeviceSettings, text: Text) -> Run:
+    """Return the run of a text with a full cache, for which the model's configuration is enough."""
     device = settings.planned_device
     dtype, config = resolve_dtype(settings.dtype or "auto", device), settings.source().config()
-    run = Run(config, dtype, FULL_CACHE, Text(prompt, new), device=device)
-    return _estimate(settings, run, only_weights=True)
+    return Run(config, dtype, FULL_CACHE, text, device=device)
 
 
 def with_budget(
@@ -98,19 +105,39 @@ def with_budget(
         return request
     run = _run_of(settings, request, new, turns)
     if isinstance(run, UnknownMemory):
-        settings.source().tokenizer()  # says why the model cannot be read
-        raise UsageError("auto needs the model's configuration and tokenizer")
+        guesses = settings.chooses and settings.dry_run and settings.source().is_folder
+        if not (guesses and turns is None and request.prompt):
+            settings.source().tokenizer()  # says why the model cannot be read
+            raise UsageError("auto needs the model's configuration and tokenizer")
+        watcher.note(f"prompt: {_CHARACTERS} characters count as a token; no tokenizer is here")
+        run = _run_of_text(settings, Text(len(request.prompt) // _CHARACTERS + 1, new))
     memory = _memory_of(settings, run)
     if settings.chooses:
-        asked: Asked = "later" if later else "known"
-        policy, budget, prefill = choose_way(
-            settings, run, memory, asked, watcher, turns=turns is not None
+        policy, budget, read = choose_way(
+            run, memory, watcher, later=later, prefill=settings.prefill, turns=turns is not None
         )
-        return replace(request, policy=policy, budget=budget, prefill=prefill)
+        return replace(request, policy=policy, budget=budget, prefill=read)
     assert request.budget is not None
     budget = choose_bytes([run], request.budget, memory)
     watcher.note(chosen_note(budget, request.budget, memory, [run]))
     return replace(request, budget=budget)
+
+
+def for_requests(settings: ServeSettings, request: Request, watcher: Watcher) -> Request:
+    """Return a request whose policy holds as many of a server's requests as are to run at a time.
+
+    Raises:
+        UsageError: they do not fit; the longest prompt or the memory is not known.
+    """
+    new, size = settings.longest_answer_tokens or settings.new_tokens, settings.memory_bytes
+    run = _run_of_text(settings, Text(settings.longest or 0, new, settings.rows or 1))
+    if size is None:
+        free, weights = _memory_of(settings, run).known("-p auto")
+        size = max(0, free - weights) // 2  # as `room_beside` counts once they are loaded
+    policy, budget, read = choose_way(
+        replace(run, size=size), None, watcher, later=None, prefill=settings.prefill, turns=True
+    )
+    return replace(request, policy=policy, budget=budget, prefill=read)
 
 
 def _run_of(
@@ -125,7 +152,7 @@ def _run_of(
         dtype = source.dtype
     try:
         tokenizer, config = source.tokenizer()
-        prompt = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
+        prompt, later = _prompt_tokens(settings, request, tokenizer, turns, closed=new > 0)
     except KvtoolError as error:
         if source.is_folder:
             source.config()
@@ -133,8 +160,9 @@ def _run_of(
             return UnknownMemory(error.message, error.hint)
         return UnknownMemory("the model's configuration or tokenizer cannot be read")
     if turns is not None:
-        prompt += new * (sum(turn.answer is None for turn in turns.turns) - 1)
-    text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size)
+        between = new * (sum(turn.answer is None for turn in turns.turns) - 1)
+        prompt, later = prompt + between, later + between
+    text = Text(prompt, new, 1, config.get_text_config(decoder=True).vocab_size, later)
     variant = Variant(request.policy, request.budget, request.prefill, request.plan)
     return Run(config, dtype, variant, text, device=device)
 
@@ -181,8 +209,8 @@ def _prompt_tokens(
     turns: Turns | None,
     *,
     closed: bool,
-) -> int:
-    """Count what is fed before the last answer, with what the chat template sets around it."""
+) -> tuple[int, int]:
+    """Count what is fed before the last answer, template included, and of it the later turns."""
     from kvtool.models.chat import continued_ids, make_frame
 
     system = settings.system
@@ -199,11 +227,13 @@ def _prompt_tokens(
     text += frame.closing if closed and turns is None and said else ""
     path = getattr(settings, "cache_path", None)
     if path is None:
-        ids = tokenizer(frame.opening + text, add_special_tokens=frame.special)["input_ids"]
-        return len(ids)
+        opened = [frame.opening + each for each in (text, *said[:1])]
+        counts = [*map(len, tokenizer(opened, add_special_tokens=frame.special)["input_ids"])]
+        return counts[0], 0 if turns is None else counts[0] - counts[1]
     from kvtool.cache.files.format import read_metadata
 
-    return int(read_metadata(path)["tokens_seen"]) + len(continued_ids(tokenizer, text))
+    later = len(continued_ids(tokenizer, text))  # than what was cut when the file was made
+    return int(read_metadata(path)["tokens_seen"]) + later, later
 
 
 @dataclass(frozen=True)
@@ -240,9 +270,7 @@ class PlannedRun:
         """
         if not ways or not ways[0].fits:
             raise self.refusal(parse_policy("keydiff"))
-        policy = parse_policy(ways[0].policy, imports=False)
-        tokens = ways[0].reads or ways[0].tokens
-        return policy, Budget(tokens=tokens) if policy.takes_budget else None
+        return policy_of(ways[0])
 
     def budget(self, policy: Policy) -> Budget | None:
         """Return the largest budget of a policy on the device; None: it keeps everything.

@@ -15,7 +15,7 @@ from kvtool.errors import UsageError
 from kvtool.model_shape import layer_shapes, stored_dtype
 from kvtool.models.folder import REFERENCE
 from kvtool.models.notes import handful_note
-from kvtool.models.placement import free_memory, memory_of, resolve_dtype
+from kvtool.models.placement import memory_of, resolve_dtype, room_beside
 from kvtool.planning.bytes import check_dims
 from kvtool.planning.estimate import row_bytes
 from kvtool.planning.plan_in_use import check_free, check_plan, check_run
@@ -101,28 +101,20 @@ class Request:
 
     def row_bytes(self, loaded: Loaded, tokens: int, new: int) -> int:
         """Forecast what a cache holds of a prompt and its answer, policy state included."""
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
         variant = Variant(self.policy, self.budget, self.prefill, self.plan)
-        return row_bytes(loaded.model.config, dtype, variant, tokens, new)
+        return row_bytes(loaded.model, variant, tokens, new)
 
 
-_FREE_SHARE = 2  # of the free memory, rows take one part; what reads prompts needs some, too
 _MOST_ROWS = 64  # where no caller has said how much memory: answers should not all come at the end
 
 
-def room_for_rows(
-    memory: int | None, device_map: str | None, model: Any
-) -> tuple[int | None, int | None]:
+def room_for_rows(memory: int | None, model: Any) -> tuple[int | None, int | None]:
     """Return how many bytes rows in flight may take, and how many they may be; None: no bound.
 
     Args:
         memory: what is said of the bytes; None: nothing.
-        device_map: over which devices the model is spread; None: it is on one.
     """
-    if memory is not None:
-        return memory, None
-    _, free = free_memory(str(model.device), spread=device_map is not None)
-    return None if free is None else free // _FREE_SHARE, _MOST_ROWS
+    return (memory, None) if memory is not None else (room_beside(model), _MOST_ROWS)
 
 
 def read_prefill(settings: CachedSettings, policy: Policy) -> str:
@@ -186,7 +178,7 @@ def choose_policy(
     if plan is not None:
         size = plan.target.budget
     if settings.chooses:
-        others = {"-b": size, "--allocator": settings.allocator, "a plan": plan}
+        others = {"a plan": plan, "-b": size, "--allocator": settings.allocator}
         for name in (name for name, given in others.items() if given is not None):
             raise UsageError(
                 f"-p auto chooses the budget, too; leave out {name}", hint="--memory bounds it"
@@ -297,6 +289,8 @@ def resumed_policy(
     settings: GenerationSettings, cache: str | KVCache
 ) -> tuple[Policy, Budget | None]:
     """Return policy and budget of a cache; settings that say something else are refused."""
+    if settings.chooses:
+        raise UsageError("--cache goes on by the policy it was made with", hint="no -p auto")
     size = None if settings.budget is None else Budget.parse(settings.budget)
     from kvtool.cache.files.format import read_metadata
 

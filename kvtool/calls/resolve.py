@@ -32,9 +32,9 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
         UsageError: settings that do not go together; the recipe cannot be read, or means more than
             one policy or budget.
     """
-    settings.check()
     _check_stdin(settings)
     if settings.recipe is None and not settings.set and not settings.unset:
+        settings.check()
         values = _values(Recipe(), settings)
         unset = {k: v for k, v in values.items() if getattr(settings, k) in (None, [])}
         _check_allocator(settings)
@@ -52,6 +52,7 @@ def resolve_settings(settings: Prompted, command: str) -> tuple[Prompted, PlanDo
     if policy is not None and not isinstance(policy, str):
         settings = replace(settings, policy=policy)  # which strings may not spell
     _check_allocator(settings)
+    settings.check()
     if resolved.plan is not None and settings.policy is None:
         raise UsageError("the plan names no policy", hint="--policy h2o")
     return settings, resolved.plan

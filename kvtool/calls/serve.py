@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kvtool.calls.fitting import for_requests
 from kvtool.calls.request import Request, choose_policy, read_prefill, spell_budget
 from kvtool.calls.resolve import resolve_settings
 from kvtool.calls.serve_settings import ServeSettings
@@ -45,6 +46,7 @@ class ServeRun:
             "api_key": settings.key is not None,
             "allow_policies": self.allowed,
             "memory_bytes": settings.memory_bytes,
+            "rows": settings.rows,
             "max_new_tokens": settings.new_tokens,
             "prefill_chunk": settings.prefill_chunk,
             "longest_prompt": settings.longest,
@@ -106,12 +108,15 @@ def prepare_serve(settings: ServeSettings, watcher: Watcher) -> ServeRun:
     require("serve", needed_by="kvtool serve")
     check_transformers()
     check_alone("serve")
-    settings.source().check()
+    settings.source().check(config_only=settings.dry_run)
     allowed = _allowed(settings.allow_policies)
     quiet = settings.cache and settings.policy is None  # a cached text brings its own policy
     policy, budget = choose_policy(settings, plan, Watcher() if quiet else watcher)
     prefill = read_prefill(settings, policy)
-    return ServeRun(settings, Request(None, "requests", policy, budget, prefill, plan), allowed)
+    request = Request(None, "requests", policy, budget, prefill, plan)
+    if settings.chooses:
+        request = for_requests(settings, request, watcher)
+    return ServeRun(settings, request, allowed)
 
 
 def _allowed(text: str | None) -> list[str]:

@@ -84,7 +84,8 @@ class LoadedServer:
         if books:
             texts = "1 cached text" if len(books) == 1 else f"{len(books)} cached texts"
             watcher.note(f"memory: {bytes_in_words(held)} for {texts}")
-        memory, most = room_for_rows(settings.memory_bytes, settings.device_map, self.loaded.model)
+        memory, most = room_for_rows(settings.memory_bytes, self.loaded.model)
+        most = settings.rows or most
         if memory is None or settings.memory_bytes is None:  # what is free is free beside them
             return memory, most
         if held >= memory:

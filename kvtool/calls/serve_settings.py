@@ -40,6 +40,12 @@ class ServeSettings(DecodingSettings, CachedSettings):
         "Hold caches of this size: texts of --cache, running requests, conversations "
         "(8GiB).  [default: half of what is free, up to 64 running]",
     )
+    rows: int | None = flag(
+        "--rows=N",
+        "Run at most N requests at a time; -p auto chooses what holds N of the longest.  "
+        "[default: as many as fit; auto: 1]",
+        min=1,
+    )
     allow_policies: str | None = flag(
         "--allow-policies=POLICIES",
         "Policies that a request may choose, such as h2o,snapkv.  [default: none]",
@@ -126,6 +132,8 @@ class ServeSettings(DecodingSettings, CachedSettings):
     def check(self) -> None:
         _ = self.new_tokens, self.longest, self.longest_answer_tokens, self.memory_bytes
         self.check_no_share()
+        if self.chooses and self.cache:
+            raise UsageError("--cache goes on by the policy it was made with", hint="no -p auto")
         if self.tensor_parallel:
             raise UsageError("--tensor-parallel is not for serve, which is one process")
         key = self.key

@@ -19,6 +19,7 @@ from kvtool.engines.targets import SUFFIXES, Engine
 from kvtool.engines.vllm.format import exported_path
 from kvtool.errors import UsageError, quote
 from kvtool.sizes import (
+    AUTO,
     DEFAULT_BLOCK,
     DEFAULT_NEW_TOKENS,
     DEFAULT_TOKENS,
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from kvtool.policies.policy import Policy
 else:
     KVCache = PromptEntry = Turns = Policy = Any
-
-AUTO = "auto"
-"""The policy that stands for whatever a plan would list first."""
 
 _NEEDLE_ANSWER_TOKENS = 8  # at most seven digits and a full stop
 
@@ -84,13 +82,7 @@ class CachedSettings(RecipeSettings):
         """Refuse settings that are wrong by themselves, without importing torch."""
 
     def check_no_share(self) -> None:
-        """Refuse a share of the memory as the budget of many prompts, which share one anyway.
-
-        A policy that each of them would choose is refused, too.
-        """
-        if self.chooses:
-            hint = "a policy, such as full+int8"
-            raise UsageError(f"-p {AUTO} goes with one prompt", hint=hint)
+        """Refuse a share of the memory as the budget of many prompts, which share one anyway."""
         if self.size is not None and self.size.share is not None:
             hint = "-b in tokens or bytes, or a share of each prompt"
             raise UsageError(f"-b {self.budget} goes with one prompt", hint=hint)
@@ -363,6 +355,8 @@ class GenerationSettings(DecodingSettings, PromptSettings):
     def _check_prompts(self) -> None:
         names = ("prompt", "prompt_file", "turns", "cache", "save", "show", "compare_full")
         self.check_no_share()
+        if self.chooses:
+            raise UsageError("-p auto goes with one prompt", hint="a policy, such as full+int8")
         for name in (*names, "compile", "tensor_parallel"):
             if getattr(self, name) not in (None, False):
                 raise UsageError(f"--prompts and --{name.replace('_', '-')} exclude each other")

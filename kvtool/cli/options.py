@@ -25,6 +25,7 @@ from kvtool.documents.settings import Flag, Setting, settings_of
 from kvtool.errors import UsageError
 from kvtool.policies.grammar import check_policies
 from kvtool.policies.table import BASES, MODIFIERS
+from kvtool.sizes import AUTO
 
 
 def _check_policies(options: Any) -> None:
@@ -65,7 +66,8 @@ def _fitting(
         void.add("model")
     if values.get("device_map"):
         void.add("device")
-    if not values.get("policy") and not values.get("recipe"):
+    chosen = values.get("policy") == AUTO
+    if chosen or not (values.get("policy") or values.get("recipe")):
         void.add("budget")
     void &= {*environment}
     plain: dict[str, Any] = {name: [] if isinstance(values[name], list) else None for name in void}

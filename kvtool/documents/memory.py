@@ -47,6 +47,15 @@ class DeviceMemory(Section):
             return None
         return peak_bytes <= self.free_bytes
 
+    def known(self, what: str) -> tuple[int, int]:
+        """Return what is free and what the weights take; `UsageError` where one is not known."""
+        if self.free_bytes is None or self.weights_bytes is None:
+            unknown = "free memory" if self.free_bytes is None else "size of the weights"
+            raise UsageError(
+                f"{what}: the {unknown} is not known", hint="--device-memory SIZE, or -b in bytes"
+            )
+        return self.free_bytes, self.weights_bytes
+
     def there(self) -> str:
         """Say what there is, and what the weights take of it."""
         free = "an unknown size" if self.free_bytes is None else bytes_in_words(self.free_bytes)

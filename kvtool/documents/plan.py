@@ -296,6 +296,7 @@ class Way(SparseSection):
         traffic: bytes that a token reads.
         peak: with `--memory` the weights are part of it.
         prefill: how the command reads the prompt, which has the smaller peak.
+        block: tokens of its blocks, where the usual ones do not fit.
         excess: bytes by which it does not fit.
         command: runs it; without a prompt of its own.
     """
@@ -313,6 +314,7 @@ class Way(SparseSection):
     peak: Peaks
     prefill: Prefill
     loss: WayLoss
+    block: PositiveInt | None = None
     fits: bool
     excess: NonNegativeInt = 0
     command: str

@@ -8,15 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, model_validator
 
 from kvtool.documents.claim import Claim, ClaimVerdict
 from kvtool.documents.document import (
@@ -153,7 +145,7 @@ class Cost(SparseSection):
     kept_per_layer: list[NonNegativeFloat] = Field(default_factory=list)
     evicted_share: Annotated[float, Field(ge=0, le=1)] | None = None
     host_bytes: NonNegativeFloat | None = None
-    batch: PositiveInt | None = None
+    batch: Annotated[int, Field(ge=1)] | None = None
 
     @property
     def held_bytes(self) -> float:
@@ -355,7 +347,7 @@ class ProtocolEntry(Section, _ProtocolFields):
     max_length: TokenCount | None
     max_new_tokens: TokenCount | None
     temperature: Annotated[int | float, Field(ge=0, le=1e100)]
-    seed: Annotated[NonNegativeInt, PositiveInt, Field(le=LARGEST_SEED)]
+    seed: Annotated[NonNegativeInt, Field(le=LARGEST_SEED)]
 
 
 class SamplesDocument(Document):

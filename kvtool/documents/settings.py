@@ -266,12 +266,10 @@ class Protocol(Asking):
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that distinguish measurements, and later ones only if set."""
-        given = asdict(self)
-        for each in settings_of(type(self)):
-            if not each.flag.counts:
-                del given[each.name]
-        plain = _later(type(self))
-        return {name: given[name] for name in given if given[name] != plain.get(name, _UNSET)}
+        plain, given = _later(type(self)), asdict(self)
+        left_out = {each.name for each in settings_of(type(self)) if not each.flag.counts}
+        told = [name for name in given if given[name] != plain.get(name, _UNSET)]
+        return {name: given[name] for name in told if name not in left_out}
 
 
 def _later(kind: type) -> dict[str, Any]:

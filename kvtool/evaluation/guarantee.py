@@ -11,8 +11,10 @@ Angelopoulos et al., Learn then Test, 2021). Policies share the 5 %; of several 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -21,7 +23,7 @@ from kvtool.documents.verdict import Bounded, Guarantee, Verdict
 from kvtool.errors import UsageError
 from kvtool.evaluation.run.collect import is_baseline
 from kvtool.evaluation.verdict import shared, why_undecided
-from kvtool.sizes import Budget
+from kvtool.sizes import budget_order
 
 if TYPE_CHECKING:
     from kvtool.evaluation.run.runner import Job
@@ -43,22 +45,18 @@ def chance_of(lost: float, n: int, bound: float, *, counted: bool) -> float:
 
 def _at_most(k: int, n: int, chance: float) -> float:
     """Return how likely at most `k` of `n` trials succeed."""
-    ways, yes, no = math.lgamma(n + 1), math.log(chance), math.log1p(-chance)
-    logs = (
-        ways - math.lgamma(i + 1) - math.lgamma(n - i + 1) + i * yes + (n - i) * no
-        for i in range(k + 1)
-    )
+    odds, none = math.log(chance) - math.log1p(-chance), n * math.log1p(-chance)
+    logs = accumulate((odds + math.log((n - i) / (i + 1)) for i in range(k)), initial=none)
     return min(1.0, math.fsum(map(math.exp, logs)))
 
 
 def largest_loss(lost: float, n: int, level: float, *, counted: bool) -> float:
     """Return the smallest bound that passes at a level; Clopper and Pearson's, if counted."""
-    low, high = lost / n, 1.0
-    while high - low > _FAR:
-        middle = (low + high) / 2
-        fails = chance_of(lost, n, middle, counted=counted) > level
-        low, high = (middle, high) if fails else (low, middle)
-    return high
+    bounds, least = range(round(1 / _FAR)), int(lost / n / _FAR) + 1
+    found = bisect_left(
+        bounds, -level, least, key=lambda i: -chance_of(lost, n, i * _FAR, counted=counted)
+    )
+    return min(1.0, found * _FAR)
 
 
 def needed_contexts(bound: float, level: float = _RISK) -> int:
@@ -111,13 +109,12 @@ def with_guarantee(
 
 
 def _walks(variants: Sequence[VariantEntry]) -> list[list[str]]:
-    """Return each policy's variants from the largest budget down: bytes, tokens, then shares."""
-    walks: dict[str, dict[str, float]] = defaultdict(dict)
-    for each in variants:
+    """Return each policy's variants from the largest budget down."""
+    walks = defaultdict[str, list[str]](list, {each.policy: [] for each in variants})
+    for each in sorted(variants, key=lambda each: budget_order(each.budget), reverse=True):
         if not is_baseline(each.name):
-            size = Budget.parse(each.budget or 1)
-            walks[each.policy][each.name] = float(size.bytes or size.tokens or size.ratio or 0)
-    return [sorted(walk, key=walk.__getitem__, reverse=True) for walk in walks.values()]
+            walks[each.policy].append(each.name)
+    return list(filter(None, walks.values()))
 
 
 def _tested(

@@ -18,7 +18,7 @@ from kvtool.evaluation.samples.data_files import check_file
 from kvtool.evaluation.samples.fit import generator
 from kvtool.evaluation.samples.passages import recap_passage
 from kvtool.evaluation.samples.sample import token_counter
-from kvtool.evaluation.tasks.asking import Drawn
+from kvtool.evaluation.tasks.asking import Filled
 from kvtool.evaluation.tasks.table import TASKS, task_class
 from kvtool.models.chat import Piece, make_frame, piece_ids
 from kvtool.profiling.answer_loss import AskedText
@@ -142,9 +142,9 @@ def is_task(source: str) -> bool:
     return _class_of(source) is not None
 
 
-def _class_of(source: str) -> type[Drawn] | None:
+def _class_of(source: str) -> type[Filled] | None:
     task = task_class(source) if source in TASKS else None
-    return task if task is not None and issubclass(task, Drawn) and task.one_answer else None
+    return task if task is not None and issubclass(task, Filled) and task.one_answer else None
 
 
 def check_source(source: str, metrics: Sequence[str]) -> None:

@@ -331,7 +331,8 @@ class LiveAnswers:
     def _admit(self, job: Job, opened: Opened, ids: torch.Tensor, logits: torch.Tensor) -> None:
         prompt = Waiting(0, ids, job.max_new_tokens, job.sequence_bytes)
         running = begin(self.model, self.tokenizer, prompt, job.drawing)
-        if why_apart(opened.cache.policy) is None and not opened.cache.recurrent:
+        cache = opened.cache
+        if why_apart(cache.policy, recurrent=cache.recurrent) is None:
             for live in self._batches:
                 if live.group == job.group:
                     live.join(job, running, opened.cache, logits)

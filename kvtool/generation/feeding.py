@@ -224,10 +224,7 @@ def forward(
 
 @torch.no_grad()
 def decode_step(
-    model: PreTrainedModel,
-    cache: KVCache,
-    token_ids: Tensor,
-    forward: Callable | None = None,
+    model: PreTrainedModel, cache: KVCache, token_ids: Tensor, forward: Callable | None = None
 ) -> Tensor:
     """Feed one token per sequence.
 

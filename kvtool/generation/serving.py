@@ -64,7 +64,7 @@ class Served:
     Attributes:
         most_sequences: in flight at a time.
         new_tokens: of all answers, those that run included.
-        seconds: from the first prompt to the last token.
+        seconds: from the first prompt to the last token, without those of the caller.
         reading_seconds: of these, those in which prompts were read and no answer was written.
     """
 
@@ -76,9 +76,10 @@ class Served:
     def read(self, seconds: float, prompt: Waiting, cache: KVCache) -> None:
         """Count the reading of a prompt by its cache."""
         self.reading_seconds += seconds
+        self.seconds += seconds
 
     def count(self, sequences: Sequence[Running], seconds: float) -> None:
-        """Count a token of each sequence, at a number of seconds after the beginning."""
+        """Count a token of each sequence, at a number of such seconds."""
         self.most_sequences = max(self.most_sequences, len(sequences))
         self.new_tokens, self.seconds = self.new_tokens + len(sequences), seconds
 
@@ -237,8 +238,10 @@ def serve(
         served.count(batch.sequences, time.perf_counter() - start)
         for sequence, place, ends in zip(batch.sequences, batch.places, ended, strict=True):
             if ends:
+                left = time.perf_counter()
                 served.end(sequence, batch.cache, place)
                 yield sequence.answer()
+                start += time.perf_counter() - left
         going = [i for i, ends in enumerate(ended) if not ends]
         if going:
             batch.go_on(going, len(waiting))

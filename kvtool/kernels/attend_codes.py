@@ -18,7 +18,8 @@ in which the query is 0 in other groups' channels.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,7 +28,7 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 from kvtool.kernels.join_parts import allocate_parts, join_parts
-from kvtool.kernels.tiles import dense, softmax_step, tile_edge, width
+from kvtool.kernels.tiles import of_head, softmax_step, strided, tile_edge, width
 from kvtool.maths.quantise import FP8_SHIFT
 
 _ROWS = 8  # of a tile, at least
@@ -174,28 +175,8 @@ def attend_codes_part_kernel(
     value,
     value_scales,
     positions,
-    logits,
-    part_mean,
-    part_top,
-    part_total,
-    part_seen,
     constants,
-    query_batch,
-    query_head,
-    key_batch,
-    key_head,
-    key_row,
-    key_scales_batch,
-    key_scales_head,
-    key_scales_row,
-    value_batch,
-    value_head,
-    value_row,
-    value_scales_batch,
-    value_scales_head,
-    value_scales_row,
-    stored_batch,
-    stored_head,
+    parts,
     key_heads,
     share,
     stored_share,
@@ -207,28 +188,23 @@ def attend_codes_part_kernel(
     VALUE: tl.constexpr,
     SHARE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    MASKED: tl.constexpr,
-    CENTRED: tl.constexpr,
 ):
     """Attend to one part of the slots of a head by the queries that share it."""
     own = tl.program_id(0) % key_heads
     batch = (tl.program_id(0) // key_heads).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part, count = tl.program_id(1), tl.num_programs(1)
     members = tl.arange(0, SHARE_WIDTH)
     real = members < share
     line = batch * key_heads * share + own * share + members
-    head = own.to(tl.int64)
-    key += batch * key_batch + head * key_head
-    key_scales += batch * key_scales_batch + head * key_scales_head
-    value += batch * value_batch + head * value_head
-    value_scales += batch * value_scales_batch + head * value_scales_head
-    positions += batch * stored_batch + (own * share // stored_share).to(tl.int64) * stored_head
-    query += batch * query_batch + head * share * query_head
-    added = tl.zeros((SHARE_WIDTH,), tl.float32)
-    if CENTRED:
+    own_query = of_head(query, batch, own * share)
+    own_key, own_value = of_head(key, batch, own), of_head(value, batch, own)
+    own_key_scales = of_head(key_scales, batch, own)
+    own_value_scales = of_head(value_scales, batch, own)
+    if positions is not None:
+        held = of_head(positions, batch, own * share // stored_share)
+    if constants is not None:
         added = tl.load(constants + line, mask=real, other=0.0).to(tl.float32)
-    dtype: tl.constexpr = query.dtype.element_ty
+    dtype: tl.constexpr = query[0].dtype.element_ty
     HALVES: tl.constexpr = KEY.halves
     ROWS: tl.constexpr = KEY.lines * SHARE_WIDTH
     rows = tl.arange(0, ROWS)[:, None]
@@ -238,7 +214,7 @@ def attend_codes_part_kernel(
         channels, lines = channels_of(columns, place // 2, place % 2, KEY)
         there = (rows % SHARE_WIDTH < share) & (columns < KEY.words)
         there &= lines == rows // SHARE_WIDTH
-        numbers = query + rows % SHARE_WIDTH * query_head + channels
+        numbers = own_query + rows % SHARE_WIDTH * query[2] + channels
         tiles += (tl.load(numbers, mask=there, other=0.0),)  # type: ignore[assignment]
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
@@ -252,18 +228,18 @@ def attend_codes_part_kernel(
         means += (tl.zeros((VALUE_ROWS, VALUE_WIDTH), tl.float32),)  # type: ignore[assignment]
     stop = tl.minimum((part + 1) * split, slots)
     places = part * split + tl.arange(0, KEYS)
-    next_key_scales = load_scales(key_scales, places, key_scales_row, stop, KEY)
-    next_value_scales = load_scales(value_scales, places, value_scales_row, stop, VALUE)
+    next_key_scales = load_scales(own_key_scales, places, key_scales[3], stop, KEY)
+    next_value_scales = load_scales(own_value_scales, places, value_scales[3], stop, VALUE)
     for _ in range(part * split, stop, KEYS):
         # scales are too narrow for Triton to load them ahead
         of_keys, of_values = next_key_scales, next_value_scales
         ahead = places + KEYS
-        next_key_scales = load_scales(key_scales, ahead, key_scales_row, stop, KEY)
-        next_value_scales = load_scales(value_scales, ahead, value_scales_row, stop, VALUE)
+        next_key_scales = load_scales(own_key_scales, ahead, key_scales[3], stop, KEY)
+        next_value_scales = load_scales(own_value_scales, ahead, value_scales[3], stop, VALUE)
         stored = places < stop
-        if MASKED:
-            stored = stored & (tl.load(positions + places, mask=stored, other=-1) >= 0)
-        words = load_words(key, places, key_row, stop, KEY)
+        if positions is not None:
+            stored = stored & (tl.load(held + places, mask=stored, other=-1) >= 0)
+        words = load_words(own_key, places, key[3], stop, KEY)
         found = tl.zeros((SHARE_WIDTH, KEYS), tl.float32)
         for half in tl.static_range(HALVES):
             products = tl.zeros((ROWS, KEYS), tl.float32)
@@ -273,21 +249,22 @@ def attend_codes_part_kernel(
             products = tl.reshape(products, (KEY.lines, SHARE_WIDTH, KEYS))
             found += tl.sum(products * of_keys[half].to(tl.float32)[:, None, :], 0)
         found *= KEY.shift
-        if CENTRED:  # the sign of a zero counts, too; lines beyond the groups have none
+        if constants is not None:
+            # the sign of a zero counts, too; lines beyond the groups have none
             negative = tl.min(of_keys[0].to(tl.int16, bitcast=True).to(tl.int32), 0) < 0
             found += tl.where(negative[None, :], 0.0, added[:, None])
         found *= scale
-        if CAPPED:
+        if softcap is not None:
             found = softcap * (1 - 2 / (tl.exp(2 * found / softcap) + 1))  # softcap * tanh
         found = tl.where(stored[None, :], found, float("-inf"))
         tl.store(
-            logits + line[:, None] * slots + places[None, :],
+            parts.logits + line[:, None] * slots + places[None, :],
             found,
             mask=real[:, None] & (places < stop)[None, :],
         )
         highest, total, weights, shrink = softmax_step(found, highest, total)
         seen += stored.to(tl.float32)
-        words = load_words(value, places, value_row, stop, VALUE)
+        words = load_words(own_value, places, value[3], stop, VALUE)
         shrink = tl.broadcast_to(shrink[None, :], (VALUE.lines, SHARE_WIDTH))
         shrink = tl.reshape(shrink, (VALUE_ROWS, 1))
         updated = ()
@@ -311,22 +288,19 @@ def attend_codes_part_kernel(
         of_line = tl.arange(0, VALUE.lines)[:, None] == lines[None, :]
         mean = tl.reshape(means[place], (VALUE.lines, SHARE_WIDTH, VALUE.width))
         tl.store(
-            part_mean + (line * parts + part)[:, None] * VALUE.dim + channels[None, :],
+            parts.mean + (line * count + part)[:, None] * VALUE.dim + channels[None, :],
             tl.sum(tl.where(of_line[:, None, :], mean, 0.0), 0),
             mask=real[:, None] & (columns < VALUE.words)[None, :],
         )
-    line = line * parts + part
-    tl.store(part_top + line, highest, mask=real)
-    tl.store(part_total + line, total, mask=real)
-    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
+    line = line * count + part
+    tl.store(parts.top + line, highest, mask=real)
+    tl.store(parts.total + line, total, mask=real)
+    tl.store(parts.seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 def attend_codes(
     query: Tensor,
-    key_codes: Tensor,
-    key_scales: Tensor,
-    value_codes: Tensor,
-    value_scales: Tensor,
+    codes: Sequence[Tensor],
     positions: Tensor | None,
     sums: dict[str, Tensor],
     *,
@@ -335,7 +309,7 @@ def attend_codes(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    valid: Tensor | None = None,
+    place: Tensor | None = None,
     weights: bool = False,
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -343,29 +317,27 @@ def attend_codes(
 
     Args:
         query: (batch, heads, 1, head_dim), after RoPE, and rotated if the keys were.
-        key_codes, value_codes: (batch, heads of the attention, slots, bytes) of int8 or uint8, as
-            `kvtool.maths.quantise` makes them; views of larger buffers are read as they lie.
-        key_scales, value_scales: (batch, heads of the attention, slots, 1 or dim / 32) float16.
+        codes: codes and scales of keys, then of values, as `kvtool.maths.quantise` makes them:
+            (batch, heads of the attention, slots, bytes) of int8 or uint8, and (.., 1 or dim / 32)
+            float16. Views of larger buffers are read as they lie.
         positions: (batch, kv_heads, slots) int, -1 = empty slot; None: no slot is empty.
         sums: some of `COLUMNS` by name, (batch, kv_heads, slots) float32, laid out alike.
         forms: of the codes of keys and of values: int8, fp8 or int4.
         value_dim: channels of a value.
         constants: (batch, heads) float32, added to the products with centred keys, those whose
             scales have no sign; None: nothing is.
-        scale, softcap, sinks, valid, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
+        scale, softcap, sinks, place, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the query, rotated if the values were, and the
         weights, (batch, heads, slots) float32, 0 in rows of padding; None if they are not asked
         for.
     """
-    query = dense(query[:, :, 0])
-    codes = [dense(tensor) for tensor in (key_codes, key_scales, value_codes, value_scales)]
+    query = query[:, :, 0]
     batch, heads, head_dim = query.shape
-    key_heads, slots = key_codes.shape[1:3]
+    key_heads, slots = codes[0].shape[1:3]
     share = heads // key_heads
-    parts = allocate_parts(query, slots, value_dim)
-    stored = query if positions is None else dense(positions)
+    parts, split = allocate_parts(query, slots, value_dim)
     layouts = [
         lay_out(forms[0], head_dim, codes[0], codes[1], query),
         lay_out(forms[1], value_dim, codes[2], codes[3], query),
@@ -376,32 +348,21 @@ def attend_codes(
     if rows < 64:  # warps that share rows, fewer than they need, would all decode all codes
         layouts[1] = layouts[1]._replace(width=max(layouts[1].width, 2 * rows))
     with torch.cuda.device_of(query):
-        attend_codes_part_kernel[(batch * key_heads, parts.count)](
-            query,
-            *codes,
-            stored,
-            parts.logits,
-            parts.mean,
-            *parts.numbers,
-            query if constants is None else constants.contiguous(),
-            *query.stride()[:2],
-            *(stride for tensor in codes for stride in tensor.stride()[:3]),
-            *stored.stride()[:2],
+        attend_codes_part_kernel[(batch * key_heads, parts.top.shape[2])](
+            *(strided(each) for each in (query, *codes, positions)),
+            None if constants is None else constants.contiguous(),
+            parts,
             key_heads,
             share,
-            heads // stored.shape[1],
+            heads if positions is None else heads // positions.shape[1],
             slots,
-            parts.split,
+            split,
             scale,
-            softcap or 1.0,
+            softcap,
             KEY=layouts[0],
             VALUE=layouts[1],
             SHARE_WIDTH=members,
             KEYS=tile_edge(query, parts.mean, rows=members * max(each.lines for each in layouts)),
-            CAPPED=softcap is not None,
-            MASKED=positions is not None,
-            CENTRED=constants is not None,
         )
-    return join_parts(
-        parts, query.dtype, sums, key_heads, sinks=sinks, valid=valid, weights=weights
-    )
+    how: Any = {"sinks": sinks, "place": place, "weights": weights}
+    return join_parts(parts, slots, query.dtype, sums, key_heads, **how)

@@ -51,8 +51,6 @@ def attend_rows_kernel(
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     IN_ORDER: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
@@ -80,22 +78,22 @@ def attend_rows_kernel(
     mean = tl.zeros((ROWS, VALUE_WIDTH), tl.float32)
     start = 0
     stop = tl.minimum(kv_len - q_len + first + ROWS, kv_len)
-    if WINDOWED and IN_ORDER:
+    if window is not None and IN_ORDER:
         start = tl.maximum(kv_len - q_len + first - window + 1, 0) // KEYS * KEYS
     for low in range(start, stop, KEYS):
         places = low + tl.arange(0, KEYS)
         keys = load_tile(own_key, places, key[3], stop, DIM, DIM_WIDTH)
-        logits = logits_of(tile, keys, scale, softcap, CAPPED) * LOG2_E
+        logits = logits_of(tile, keys, scale, softcap) * LOG2_E
         whole = low + KEYS <= stop
         first_of_tile = tl.load(lowest + lines + low // KEYS, mask=whole, other=-1)
         last_of_tile = tl.load(latest + lines + low // KEYS, mask=whole, other=-1)
         masked = (first_of_tile < 0) | (last_of_tile > oldest)
-        if WINDOWED:
+        if window is not None:
             masked = masked | (first_of_tile <= newest - window)
         if masked:
             there = places < stop
             stored = tl.load(own_positions + places, mask=there, other=-1).to(tl.int32)
-            visible = visible_tile(new, stored, window, WINDOWED) & there[None, :]
+            visible = visible_tile(new, stored, window) & there[None, :]
             logits = tl.where(visible, logits, float("-inf"))
             if seen is not None:
                 keys_seen += tl.sum(visible.to(tl.float32), 1)
@@ -185,17 +183,15 @@ def attend_rows(
             heads // key_positions.shape[1],
             q_len,
             kv_len,
-            window or 0,
+            window,
             scale,
-            softcap or 1.0,
+            softcap,
             DIM=head_dim,
             DIM_WIDTH=width(head_dim),
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
             ROWS=tiling.rows,
             KEYS=tiling.keys,
-            CAPPED=softcap is not None,
-            WINDOWED=window is not None,
             IN_ORDER=in_order,
             LOG2_E=LOG2_E,
             num_warps=tiling.warps,

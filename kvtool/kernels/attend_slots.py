@@ -40,11 +40,7 @@ def attend_part_kernel(
     slot,
     columns,
     sums_strides,
-    logits,
-    part_mean,
-    part_top,
-    part_total,
-    part_seen,
+    parts,
     lists,
     share,
     key_share,
@@ -60,7 +56,6 @@ def attend_part_kernel(
     VALUE_WIDTH: tl.constexpr,
     SHARE_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
     MASKED: tl.constexpr,
     APPENDS: tl.constexpr,
 ):
@@ -70,7 +65,7 @@ def attend_part_kernel(
     """
     own = tl.program_id(0) % lists
     batch = (tl.program_id(0) // lists).to(tl.int64)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    part, count = tl.program_id(1), tl.num_programs(1)
     members, channels = tl.arange(0, SHARE_WIDTH), tl.arange(0, DIM_WIDTH)
     value_channels = tl.arange(0, VALUE_WIDTH)
     line = batch * lists * share + own * share + members
@@ -96,7 +91,7 @@ def attend_part_kernel(
             for i in tl.static_range(len(columns)):
                 if columns[i] is not None:
                     tl.store(columns[i] + sums_line, 0.0)
-        if APPENDS and logits is None:
+        if APPENDS and parts.logits is None:
             stop = tl.minimum(stop, at.to(tl.int32) + 1)  # slots behind the new one are empty
 
     highest = tl.full((SHARE_WIDTH,), float("-inf"), tl.float32)
@@ -120,11 +115,11 @@ def attend_part_kernel(
         keys = load_tile(keys_of_head, rows, key[3], limit, DIM, DIM_WIDTH)
         if slot is not None:
             keys = tl.where((places == at)[:, None], own_key[None, :], keys)
-        found = logits_of(tile, keys, scale, softcap, CAPPED)
+        found = logits_of(tile, keys, scale, softcap)
         found = tl.where(stored[None, :], found, float("-inf"))
-        if logits is not None:
+        if parts.logits is not None:
             tl.store(
-                logits + line[:, None] * slots + places[None, :],
+                parts.logits + line[:, None] * slots + places[None, :],
                 found,
                 mask=(members < share)[:, None] & (places < stop)[None, :],
             )
@@ -136,15 +131,15 @@ def attend_part_kernel(
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
-    real, line = members < share, line * parts + part
+    real, line = members < share, line * count + part
     tl.store(
-        part_mean + line[:, None] * VALUE_DIM + value_channels[None, :],
+        parts.mean + line[:, None] * VALUE_DIM + value_channels[None, :],
         mean,
         mask=real[:, None] & (value_channels < VALUE_DIM)[None, :],
     )
-    tl.store(part_top + line, highest, mask=real)
-    tl.store(part_total + line, total, mask=real)
-    tl.store(part_seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
+    tl.store(parts.top + line, highest, mask=real)
+    tl.store(parts.total + line, total, mask=real)
+    tl.store(parts.seen + line, tl.zeros_like(total) + tl.sum(seen, 0), mask=real)
 
 
 class NewToken(NamedTuple):
@@ -178,7 +173,7 @@ def attend_slots(
     scale: float,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    valid: Tensor | None = None,
+    place: Tensor | None = None,
     weights: bool = False,
     chosen: Tensor | None = None,
     masked: bool = True,
@@ -192,13 +187,13 @@ def attend_slots(
         positions: (batch, kv_heads, slots) int, -1 = empty slot; None: no slot is empty.
         sums: some of `COLUMNS` by name, (batch, kv_heads, slots) float32, laid out alike.
         sinks: (batch, heads) logits that take their share without a value.
-        valid: bool (batch,), False where the row's query is padding and counts for nothing.
+        place: (batch,) int64, below 0 where the row's query is padding and counts for nothing.
         weights: whether the weights are wanted themselves.
         chosen: (batch, kv_heads or heads, count) int64, the slots to attend to, in any order. Then
             `positions` are by place in these lists, -1 = nothing is read, and the sums and the
             weights have `count` in place of slots.
         masked: whether some of the slots may be empty, where `positions` are given.
-        new: the token that asks, to be written before; its place says where a row is padding.
+        new: the token that asks, to be written before, whose place takes the other's.
 
     Returns:
         (batch, heads, 1, value_dim) in the dtype of the values, and the weights, (batch, heads,
@@ -209,47 +204,44 @@ def attend_slots(
     key_heads, capacity, value_dim = value.shape[1:]
     lists, slots = (key_heads, capacity) if chosen is None else chosen.shape[1:]
     share = heads // lists
-    parts = allocate_parts(query, slots, value_dim, counted=bool(sums) or weights)
+    parts, split = allocate_parts(query, slots, value_dim, counted=bool(sums) or weights)
     written: tuple[Any, ...] = (None,) * 4
     if new is not None:
         stride = new.place.stride(0) if len(new.place) > 1 else 0
         written = strided(new.key), strided(new.value), (new.place, stride), new.slot
     with torch.cuda.device_of(query):
-        attend_part_kernel[(batch * lists, parts.count)](
+        attend_part_kernel[(batch * lists, parts.top.shape[2])](
             *(strided(each) for each in (query, key, value, positions, chosen)),
             *written,
             *lay_out_sums(sums),
-            parts.logits,
-            parts.mean,
-            *parts.numbers,
+            parts,
             lists,
             share,
             heads // key_heads,
             heads if positions is None else heads // positions.shape[1],
             capacity,
             slots,
-            parts.split,
+            split,
             scale,
-            softcap or 1.0,
+            softcap,
             DIM=head_dim,
             DIM_WIDTH=width(head_dim),
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
             SHARE_WIDTH=width(share),
             KEYS=tile_edge(key, value, rows=width(share)),
-            CAPPED=softcap is not None,
             MASKED=positions is not None and masked,
             APPENDS=new is not None and new.appends,
         )
-    how: dict[str, Any] = {"sinks": sinks, "valid": valid, "weights": weights}
+    how: dict[str, Any] = {"sinks": sinks, "weights": weights}
     choice = None
     if new is not None:
-        choice, how["valid"] = new.choice, new.place.contiguous() if masked else None
+        choice, place = new.choice, new.place if masked else None
         if choice is not None and not choice.by_values:
             how |= {"choice": choice, "positions": positions, "slot": new.slot}
         elif new.appends:
             how["slot"] = new.slot
-    joined = join_parts(parts, value.dtype, sums, key_heads, **how)
+    joined = join_parts(parts, slots, value.dtype, sums, key_heads, place=place, **how)
     if new is not None and positions is not None and choice is not None and choice.by_values:
         choose_by_values(sums[choice.score], value, positions, new.slot, choice, padded=masked)
     return joined

@@ -97,6 +97,8 @@ class _Draw:
 
     def shown(self, tensor: Any) -> Any:
         """Copy a tensor to the device; of floats, all but scales in the model's dtype."""
+        if isinstance(tensor, list):
+            return [self.shown(each) for each in tensor]
         if not isinstance(tensor, Tensor):
             return tensor
         floats = tensor.dtype == torch.float32
@@ -230,7 +232,7 @@ def _check_token(
         keys, values = (each.scatter(2, at[..., None].expand_as(n), n) for each, n in pairs)
         positions = positions.scatter(2, at, place.int()[:, None, None].expand_as(at))
         plain = {n: c.scatter(2, at, 0.0) for n, c in zip(COLUMNS, columns, strict=True)}
-        how = draw.options | {"sinks": sinks, "valid": place >= 0, "weights": True}
+        how = draw.options | {"sinks": sinks, "place": place, "weights": True}
         expected = reference.attend_slots(query, keys, values, positions, plain, **how)
         written = keys, values, positions, evicted[..., 0] if score else at[..., 0] + 1
         names = ("output", "weights", "key", "value", "positions", "slot", *COLUMNS)
@@ -247,7 +249,7 @@ def _check_codes(draw: _Draw) -> Iterator[tuple[str, Pair]]:
     key, value = (QUANTISED[form](each) for form, each in pairs)
     key = key[0], with_signs(key[1], draw.normal(_ROWS, _HEADS, _STORED, 1) > 0)
     constants = draw.normal(_ROWS, _HEADS * draw.kind.group)
-    given = query, *key, *value, draw.stored()
+    given = query, [*key, *value], draw.stored()
     how: dict[str, Any] = {"forms": forms, "value_dim": draw.kind.value_dim, "constants": constants}
     yield from _pairs(draw, attend_codes, reference.attend_codes, given, draw.sinks(), **how)
 
@@ -256,13 +258,13 @@ def _pairs(
     draw: _Draw,
     kernel: Callable[..., Any],
     plain: Callable[..., Any],
-    given: Sequence[Tensor | None],
+    given: Sequence[Any],
     sinks: Tensor | None,
     names: Sequence[str] = COLUMNS,
     **how: Any,
 ) -> Iterator[tuple[str, Pair]]:
     """Attend to slots, some of them empty, by a kernel and by its reference."""
-    how |= draw.options | {"sinks": sinks, "valid": torch.arange(_ROWS) > 0, "weights": True}
+    how |= draw.options | {"sinks": sinks, "place": torch.arange(_ROWS) - 1, "weights": True}
     sums, expected_sums = ({n: each[n] for n in names} for each in draw.sums(_STORED))
     shown = {name: draw.shown(each) for name, each in how.items()}
     found = kernel(*map(draw.shown, given), sums, **shown)

@@ -48,8 +48,6 @@ def column_sums_kernel(
     DIM_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    WINDOWED: tl.constexpr,
     LEAST: tl.constexpr,
     ONE_KEY_HEAD: tl.constexpr,
     LOG2_E: tl.constexpr,
@@ -78,7 +76,7 @@ def column_sums_kernel(
         inside = rows < q_len
         new = query_positions[0] + batch * query_positions[1] + rows
         new = tl.load(new, mask=inside, other=-1).to(tl.int32)
-        visible = visible_tile(new, stored, window, WINDOWED)
+        visible = visible_tile(new, stored, window)
         visible = visible & (new >= 0)[:, None] & there[None, :]
         mean = tl.zeros((ROWS, KEYS), tl.float32)
         for member in range(group):
@@ -89,7 +87,7 @@ def column_sums_kernel(
             if not ONE_KEY_HEAD:
                 own_key = of_head(key, batch, head // key_share)
                 keys = load_tile(own_key, places, key[3], kv_len, DIM, DIM_WIDTH)
-            logits = logits_of(tile, keys, scale, softcap, CAPPED)
+            logits = logits_of(tile, keys, scale, softcap)
             norm = tl.load(lse + line, mask=inside, other=0.0)
             exponent = (logits - norm[:, None]) * LOG2_E
             mean += tl.exp2(tl.where(visible, exponent, float("-inf")))
@@ -149,15 +147,13 @@ def column_sums(
             heads // key_positions.shape[1],
             q_len,
             kv_len,
-            window or 0,
+            window,
             scale,
-            softcap or 1.0,
+            softcap,
             DIM=head_dim,
             DIM_WIDTH=width(head_dim),
             ROWS=edge,
             KEYS=edge,
-            CAPPED=softcap is not None,
-            WINDOWED=window is not None,
             LEAST=NEARLY_ONE,
             ONE_KEY_HEAD=heads // key.shape[1] % (heads // sums_heads) == 0,
             LOG2_E=LOG2_E,

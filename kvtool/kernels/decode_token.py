@@ -92,7 +92,7 @@ def decode_codes(
     positions: Tensor | None,
     columns: list[Tensor],
     sinks: Tensor | None,
-    valid: Tensor | None,
+    place: Tensor | None,
     constants: Tensor | None,
     *,
     names: str,
@@ -105,26 +105,22 @@ def decode_codes(
     """Attend codes by a token that is among them.
 
     Args:
-        codes: codes and scales of keys, then of values.
         columns: as for `decode_token`.
-        forms: of the codes of keys and of values.
-        query, positions, sinks, valid, constants, value_dim, scale, softcap, weights: as for
-            `attend_codes`.
+        forms: of the codes of keys and of values. All else is as for `attend_codes`.
     """
     of_keys, of_values = forms.split()
-    keys, key_scales, values, value_scales = codes
     return _results(
         *attend_codes(
             query,
-            *(keys, key_scales, values, value_scales),
+            codes,
             positions,
-            _sums(names, columns, keys.shape[2]),
+            _sums(names, columns, codes[0].shape[2]),
             forms=(of_keys, of_values),
             value_dim=value_dim,
             scale=scale,
             softcap=softcap,
             sinks=sinks,
-            valid=valid,
+            place=place,
             weights=weights,
             constants=constants,
         )

@@ -4,8 +4,8 @@ Where a policy's choice can be said in numbers (`Choice`), the same launch finds
 next token takes: one program of each head sees all of its slots then.
 """
 
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,10 +22,10 @@ _KEYS = 128  # slots whose weights one program of the second launch finds at a t
 
 
 @triton.jit
-def joined_softmax(part_top, part_total, sinks, line, part, parts):
+def joined_softmax(parts, sinks, line, part, count):
     """Join the softmax of the parts of one row: largest logit, sum, and the factor of each part."""
-    tops = tl.load(part_top + line * parts + part, mask=part < parts, other=float("-inf"))
-    totals = tl.load(part_total + line * parts + part, mask=part < parts, other=0.0)
+    tops = tl.load(parts.top + line * count + part, mask=part < count, other=float("-inf"))
+    totals = tl.load(parts.total + line * count + part, mask=part < count, other=0.0)
     top = tl.max(tops, 0)
     if sinks is not None:
         sink = tl.load(sinks).to(tl.float32)
@@ -37,15 +37,11 @@ def joined_softmax(part_top, part_total, sinks, line, part, parts):
     return top, total, shares
 
 
-@triton.jit(do_not_specialize=["slots", "parts"])
+@triton.jit(do_not_specialize=["slots", "count"])
 def join_parts_kernel(
-    logits,
-    part_mean,
-    part_top,
-    part_total,
-    part_seen,
+    parts,
     sinks,
-    valid,
+    place,
     out,
     columns,
     sums_strides,
@@ -55,12 +51,11 @@ def join_parts_kernel(
     sums_heads,
     group,
     slots,
-    parts,
+    count,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     PARTS_WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
-    VALID_FROM: tl.constexpr,
     WEIGHTS: tl.constexpr,
     LEAST: tl.constexpr,
     RANKED: tl.constexpr,
@@ -74,13 +69,13 @@ def join_parts_kernel(
     part = tl.arange(0, PARTS_WIDTH)
     channels = tl.arange(0, VALUE_WIDTH)
     counts = 1.0
-    if valid is not None:
-        counts = (tl.load(valid + batch) >= VALID_FROM).to(tl.float32)
+    if place is not None:
+        counts = (tl.load(place + batch) >= 0).to(tl.float32)
     sums_line = batch * sums_strides[0] + own.to(tl.int64) * sums_strides[1]
     if next_slot is not None:
         next_slot += batch * sums_heads + own
     stop = slots
-    if logits is None and choice is None:
+    if parts.logits is None and choice is None:
         stop = 1
     for low in range(tl.program_id(1) * KEYS, stop, tl.num_programs(1) * KEYS):
         places = low + tl.arange(0, KEYS)
@@ -92,20 +87,22 @@ def join_parts_kernel(
             head = own * group + member
             line = batch * sums_heads * group + head
             sink = None if sinks is None else sinks[0] + batch * sinks[1] + head
-            top, total, shares = joined_softmax(part_top, part_total, sink, line, part, parts)
-            seen = tl.sum(tl.load(part_seen + line * parts + part, mask=part < parts, other=0.0), 0)
-            if logits is not None:
-                found = tl.load(logits + line * slots + places, mask=there, other=float("-inf"))
+            top, total, shares = joined_softmax(parts, sink, line, part, count)
+            seen = tl.load(parts.seen + line * count + part, mask=part < count, other=0.0)
+            seen = tl.sum(seen, 0)
+            if parts.logits is not None:
+                logits = parts.logits + line * slots + places
+                found = tl.load(logits, mask=there, other=float("-inf"))
                 stored = there & (found > float("-inf"))
                 weights = tl.exp(found - top) / total * counts
                 mean += weights
                 if WEIGHTS:
-                    tl.store(logits + line * slots + places, weights, mask=there)
+                    tl.store(logits, weights, mask=there)
             if low == 0:
                 inside = channels < VALUE_DIM
                 values = tl.load(
-                    part_mean + (line * parts + part)[:, None] * VALUE_DIM + channels[None, :],
-                    mask=(part < parts)[:, None] & inside[None, :],
+                    parts.mean + (line * count + part)[:, None] * VALUE_DIM + channels[None, :],
+                    mask=(part < count)[:, None] & inside[None, :],
                     other=0.0,
                 )
                 joined = (tl.sum(values * shares[:, None], 0) / total).to(out.dtype.element_ty)
@@ -123,43 +120,40 @@ def join_parts_kernel(
             held = tl.load(of_head(positions, batch, own) + places, mask=there, other=-1)
             if RANKED < 0:
                 score = held.to(tl.float32)
-            slot = lowest_slot(score, held, there, choice, batch, valid is not None)
+            slot = lowest_slot(score, held, there, choice, batch, place is not None)
             tl.store(next_slot, slot)
     if next_slot is not None and choice is None and tl.program_id(1) == 0:
         tl.store(next_slot, tl.load(next_slot) + 1)
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What the first launch leaves to the second.
+class Parts(NamedTuple):
+    """What the first launch leaves to the second, in float32.
 
     Attributes:
-        slots: of all parts.
-        split: slots of a part.
-        logits: (batch, heads, slots) float32, -inf for an empty slot; None: nothing is counted.
-        mean: (batch, heads, parts, value_dim) float32, weighted values, not divided by the total.
-        numbers: of each part, (batch, heads, parts) float32: the largest logit, the sum of
+        logits: (batch, heads, slots), -inf for an empty slot; None: nothing is counted.
+        mean: (batch, heads, parts, value_dim), weighted values, not divided by the total.
+        top, total, seen: of each part, (batch, heads, parts): the largest logit, the sum of
             exponentials and the count of stored slots.
     """
 
-    slots: int
-    split: int
     logits: Tensor | None
     mean: Tensor
-    numbers: tuple[Tensor, ...]
-
-    @property
-    def count(self) -> int:
-        """Return the number of parts."""
-        return self.mean.shape[2]
+    top: Tensor
+    total: Tensor
+    seen: Tensor
 
 
-def allocate_parts(query: Tensor, slots: int, value_dim: int, *, counted: bool = True) -> Parts:
+def allocate_parts(
+    query: Tensor, slots: int, value_dim: int, *, counted: bool = True
+) -> tuple[Parts, int]:
     """Split the slots of a head among programs, and allocate what these leave.
 
     Args:
         query: (batch, heads, head_dim).
         counted: whether the weights of slots are asked for.
+
+    Returns:
+        What they leave, and the slots of a part.
     """
     batch, heads, _ = query.shape
     split = _SPLIT * triton.cdiv(slots, _SPLIT * _PARTS)
@@ -167,17 +161,18 @@ def allocate_parts(query: Tensor, slots: int, value_dim: int, *, counted: bool =
     new = partial(query.new_empty, dtype=torch.float32)
     logits = new((batch, heads, slots)) if counted else None
     mean, numbers = new((batch, heads, parts, value_dim)), new((3, batch, heads, parts))
-    return Parts(slots, split, logits, mean, numbers.unbind())
+    return Parts(logits, mean, *numbers.unbind()), split
 
 
 def join_parts(
     parts: Parts,
+    slots: int,
     dtype: torch.dtype,
     sums: dict[str, Tensor],
     kv_heads: int,
     *,
     sinks: Tensor | None,
-    valid: Tensor | None,
+    place: Tensor | None,
     weights: bool,
     slot: Tensor | None = None,
     positions: Tensor | None = None,
@@ -186,11 +181,11 @@ def join_parts(
     """Join the parts into the output, and count the weights in place.
 
     Args:
+        slots: of all parts.
         dtype: of the output.
         sums: some of `COLUMNS` by name, (batch, heads that are counted, slots) float32.
         kv_heads: heads that the weights are averaged over where nothing is counted.
-        sinks, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
-        valid: (batch,), False, or a position below 0, where a row's query is padding.
+        sinks, place, weights: as for `kvtool.kernels.attend_slots.attend_slots`.
         slot: (batch, kv_heads) int64, which is raised by one, or set where there is a choice.
         positions: (batch, kv_heads, slots) int32, of which a choice is made.
         choice: how; None: none is made.
@@ -198,24 +193,18 @@ def join_parts(
     Returns:
         (batch, heads, 1, value_dim), and the weights, (batch, heads, slots) float32, if wanted.
     """
-    mean, logits = parts.mean, parts.logits
-    batch, heads, _, value_dim = mean.shape
-    out = mean.new_empty((batch, heads, 1, value_dim), dtype=dtype)
+    batch, heads, count, value_dim = parts.mean.shape
+    out = parts.mean.new_empty((batch, heads, 1, value_dim), dtype=dtype)
     kv_heads = next((total.shape[1] for total in sums.values()), kv_heads)
-    keys, tiles, ranked = _KEYS, triton.cdiv(parts.slots, _KEYS) if sums or weights else 1, -1
+    keys, tiles, ranked = _KEYS, triton.cdiv(slots, _KEYS) if sums or weights else 1, -1
     if choice is not None:
-        keys, tiles = max(_KEYS, triton.next_power_of_2(parts.slots)), 1
+        keys, tiles = max(_KEYS, triton.next_power_of_2(slots)), 1
         ranked = COLUMNS.index(choice.score) if choice.score in COLUMNS else -1
-    positional = valid is not None and valid.dtype != torch.bool
-    if valid is not None and not positional:
-        valid = valid.to(torch.int32)
-    with torch.cuda.device_of(mean):
+    with torch.cuda.device_of(out):
         join_parts_kernel[(batch * kv_heads, tiles)](
-            logits,
-            mean,
-            *parts.numbers,
+            parts,
             strided(sinks),
-            valid,
+            None if place is None else place.contiguous(),
             out,
             *lay_out_sums(sums),
             strided(positions),
@@ -223,16 +212,15 @@ def join_parts(
             None if choice is None else choice.numbers(),
             kv_heads,
             heads // kv_heads,
-            parts.slots,
-            parts.count,
+            slots,
+            count,
             VALUE_DIM=value_dim,
             VALUE_WIDTH=width(value_dim),
-            PARTS_WIDTH=triton.next_power_of_2(parts.count),
+            PARTS_WIDTH=triton.next_power_of_2(count),
             KEYS=keys,
-            VALID_FROM=0 if positional else 1,
             WEIGHTS=weights,
             LEAST=NEARLY_ONE,
             RANKED=ranked,
             num_warps=8 if keys > _KEYS else 4,
         )
-    return out, logits if weights else None
+    return out, parts.logits if weights else None

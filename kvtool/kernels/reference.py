@@ -5,6 +5,7 @@ The kernels are compared with these, in tests and on a device that they are abou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from kvtool.maths.attention import (
 )
 from kvtool.maths.columns import add_columns
 from kvtool.maths.estimates import take_rows
-from kvtool.maths.quantise import are_centred, from_fp8, from_int4, from_int8
+from kvtool.maths.quantise import are_apart, from_fp8, from_int4, from_int8
 
 _DEQUANTISED = {"int8": from_int8, "fp8": from_fp8, "int4": from_int4}
 
@@ -85,7 +86,7 @@ def attend_slots(
     sums: dict[str, Tensor],
     *,
     sinks: Tensor | None = None,
-    valid: Tensor | None = None,
+    place: Tensor | None = None,
     weights: bool = False,
     chosen: Tensor | None = None,
     **how: Any,
@@ -102,8 +103,9 @@ def attend_slots(
     full = attention_weights(grouped, key, **how)
     out = weighted_values(full, value)
     full = full.flatten(1, 2)
+    valid = None if place is None else place[:, None] >= 0
     if valid is not None:
-        full, valid = full * valid[:, None, None, None], valid[:, None]
+        full = full * valid[..., None, None]
     if sums:
         add_columns(sums, group_queries(full, next(iter(sums.values())).shape[1]), stored, valid)
     return out, full[:, :, 0] if weights else None
@@ -111,10 +113,7 @@ def attend_slots(
 
 def attend_codes(
     query: Tensor,
-    key_codes: Tensor,
-    key_scales: Tensor,
-    value_codes: Tensor,
-    value_scales: Tensor,
+    codes: Sequence[Tensor],
     positions: Tensor | None,
     sums: dict[str, Tensor],
     *,
@@ -125,11 +124,11 @@ def attend_codes(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute what `kvtool.kernels.attend_codes.attend_codes` does, in float32."""
     of_keys, of_values = (_DEQUANTISED[form] for form in forms)
-    key, value = of_keys(key_codes, key_scales), of_values(value_codes, value_scales)
+    key, value = of_keys(*codes[:2]), of_values(*codes[2:])
     dtype, query = query.dtype, query.float()
     if constants is not None:  # a channel more
         query = torch.cat([query, constants[..., None, None]], -1)
-        key = torch.cat([key, are_centred(key_scales)], -1)
+        key = torch.cat([key, ~are_apart(codes[1])], -1)
     out, found = attend_slots(query, key, value, positions, sums, **options)
     return out.view(*query.shape[:3], value_dim).to(dtype), found
 

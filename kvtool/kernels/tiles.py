@@ -117,10 +117,10 @@ def add_to(base, places, numbers, there):
 
 
 @triton.jit
-def logits_of(query, key, scale, softcap, CAPPED: tl.constexpr):
+def logits_of(query, key, scale, softcap):
     """Compute scaled dot products of two tiles in float32, soft-capped where the model does so."""
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-    if CAPPED:
+    if softcap is not None:
         logits = softcap * (1 - 2 / (tl.exp(2 * logits / softcap) + 1))  # softcap * tanh
     return logits
 
@@ -140,11 +140,11 @@ def softmax_step(logits, highest, total):
 
 
 @triton.jit
-def visible_tile(query_positions, key_positions, window, WINDOWED: tl.constexpr):
+def visible_tile(query_positions, key_positions, window):
     """Mark the keys that each query may see, as `kvtool.maths.attention.visible_keys` does."""
     query = query_positions[:, None]
     key = key_positions[None, :]
     visible = (key >= 0) & (key <= query)
-    if WINDOWED:
+    if window is not None:
         visible = visible & (key > query - window)
     return visible | (query < 0)

@@ -149,7 +149,7 @@ class ChannelRanges(NamedTuple):
     @property
     def factor(self) -> Tensor:
         """The powers of two, float32."""
-        return torch.exp2(self.exponent.float())
+        return torch.exp2(self.exponent).float()  # of integers in the default dtype: exact in all
 
     def narrow(self, keys: Tensor, *, choose: bool = True) -> tuple[Tensor, Tensor | None]:
         """Bring keys, (batch, kv_heads, tokens, dim), to what is rounded.
@@ -163,17 +163,22 @@ class ChannelRanges(NamedTuple):
         """
         factor = self.factor
         plain = keys / factor
-        centred = plain - self.centre / factor
+        centred = torch.addcdiv(plain, self.centre, factor, value=-1)
         if not choose:
             return centred, None
         norms = (torch.linalg.vector_norm(each, dim=-1, keepdim=True) for each in (centred, plain))
         shorter = torch.le(*norms)
         return torch.where(shorter, centred, -plain), shorter
 
-    def widen(self, narrowed: Tensor, centred: Tensor | None) -> Tensor:
-        """Widen what `narrow` made of keys, float32; those it negated are so no longer."""
-        centre = self.centre if centred is None else self.centre * centred
-        return narrowed * self.factor + centre
+    def widen(self, narrowed: Tensor, apart: Tensor | None) -> Tensor:
+        """Widen what `narrow` made of keys, float32; those it negated are so no longer.
+
+        Args:
+            apart: which of them are not centred, bool (batch, kv_heads, tokens, 1); None: none.
+        """
+        keys = narrowed * self.factor
+        centred = keys + self.centre
+        return centred if apart is None else torch.where(apart, keys, centred)
 
     def of_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a query is multiplied with in place of keys, and what is then missing.
@@ -199,9 +204,9 @@ def with_signs(scales: Tensor, centred: Tensor) -> Tensor:
     return torch.where(centred, scales, -scales)
 
 
-def are_centred(scales: Tensor) -> Tensor:
-    """Read which vectors are centred off the sign of their first scale: bool (.., 1)."""
-    return ~torch.signbit(scales[..., :1])
+def are_apart(scales: Tensor) -> Tensor:
+    """Read which vectors are not centred off the sign of their first scale: bool (.., 1)."""
+    return torch.signbit(scales[..., :1])
 
 
 FEWEST = 8

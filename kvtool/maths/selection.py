@@ -29,7 +29,7 @@ def order_key(scores: Tensor, positions: Tensor) -> Tensor:
     """
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    return (ordered << 32) - positions
+    return ordered.bitwise_left_shift_(32) - positions
 
 
 def top_mask(

@@ -162,6 +162,12 @@ def free_memory(device: str, *, spread: bool = False) -> tuple[str, int | None]:
     return " + ".join(map(str, places)), free
 
 
+def room_beside(model: Any) -> int | None:
+    """Return the half of the free memory that sequences may take; prompts are read in the other."""
+    _, free = free_memory(str(model.device), spread=hasattr(model, "hf_device_map"))
+    return None if free is None else free // 2
+
+
 def memory_of(device: str, memory: int | None, *, spread: bool = False) -> tuple[str, int | None]:
     """Name a device and count its bytes: those that are given, else those that are free."""
     return free_memory(device, spread=spread) if memory is None else (device, memory)

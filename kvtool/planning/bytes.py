@@ -119,12 +119,21 @@ class Text:
         new: tokens generated after it.
         sequences: prompts at a time.
         vocabulary: numbers of the model's logits, for policies that keep those.
+        later: of the prompt, tokens of later turns and of the answers between; a policy that has
+            its prompt repeated cuts none of them.
     """
 
     prompt: int
     new: int = 0
     sequences: int = 1
     vocabulary: int | None = None
+    later: int = 0
+
+    def cut_by(self, policy: Policy) -> Text:
+        """Return the text with what a policy appends counted as new, not as prompt."""
+        if policy.repetition is None:
+            return replace(self, later=0)
+        return replace(self, prompt=self.prompt - self.later, new=self.new + self.later)
 
     @property
     def full(self) -> int:

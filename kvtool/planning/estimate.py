@@ -35,7 +35,7 @@ class _Counted:
         kv, held: bytes of keys and values, and of all, at most from the end of the prompt on.
         block: tokens of the prompt that run through the model at a time.
         waits: whether layers are cut only once all of them have read the prompt.
-        reading: bytes of one sequence while the prompt is read.
+        reading, cutting: bytes of one sequence while the prompt is read, and while it is cut.
     """
 
     layers: list[LayerShape | None]
@@ -48,6 +48,7 @@ class _Counted:
     block: int
     waits: bool
     reading: int
+    cutting: int
 
 
 def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
@@ -71,15 +72,17 @@ def _count(config: Any, dtype: str, variant: Variant, text: Text) -> _Counted:
     slots = [min(n, tokens + more) for tokens in stored]
     if policy.repetition is not None and not waits:
         slots = _of_all(layers, [min(n, each.tokens + block) for each in budgets], n)
-        reading = sum(repeating_bytes(policy, layers, slots, n, block))
+        own, attended, competing = repeating_bytes(policy, layers, slots, n, block)
+        most = own + attended, own + competing
     else:
-        reading = reading_bytes(policy, layers, slots, n, block, waits=waits)
+        most = (reading_bytes(policy, layers, slots, n, block, waits=waits),) * 2
     kv, held = int(found.keys_values * spare), int(found.storage * spare)
-    return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, reading)
+    return _Counted(layers, policy, budgets, stored, slots, kv, held, block, waits, *most)
 
 
-def row_bytes(config: Any, dtype: str, variant: Variant, tokens: int, new: int) -> int:
-    """Forecast what a cache holds of one prompt and its answer, policy state included."""
+def row_bytes(model: Any, variant: Variant, tokens: int, new: int) -> int:
+    """Forecast what a model's cache holds of one prompt and its answer, policy state included."""
+    config, dtype = model.config, str(model.dtype).removeprefix("torch.")
     text = Text(tokens, new, 1, config.get_text_config(decoder=True).vocab_size)
     unknown = DeviceMemory(device="", free_bytes=None, weights_bytes=None)
     found = estimate_memory(config, dtype, variant, text, unknown)
@@ -100,16 +103,17 @@ def estimate_memory(
     Raises:
         UsageError: a budget that is too small for the policy; heads that its codec cannot store.
     """
-    found = _count(config, dtype, variant, text)
+    cut = text.cut_by(variant.policy)
+    found = _count(config, dtype, variant, cut)
     layers, policy, budgets = found.layers, found.policy, found.budgets
     reads = None
     if policy.budget_is_traffic:
         pairs = [each.reading.pairs if each.reading else each.tokens for each in budgets]
         reads = _of_all(layers, pairs, text.prompt)
-    host = _on_host(policy, layers, budgets, text)
+    host = _on_host(policy, layers, budgets, cut)
     peak = memory.weights_bytes
     if peak is not None:
-        peak += _peak(config, found, text)
+        peak += _peak(config, found, cut)
         peak += host // max(1, len(budgets))  # of a layer, fetched to be attended to
         peak += host if memory.device == "cpu" else 0
     return CacheMemory(
@@ -164,7 +168,8 @@ def _block(variant: Variant, policy: Policy, stored: Sequence[int], n: int) -> i
 
 def reading_of(config: Any, dtype: str, variant: Variant, text: Text) -> int:
     """Forecast the bytes of keys, values and numbers while prompts are read, at most."""
-    return _count(config, dtype, variant, text).reading * text.sequences
+    found = _count(config, dtype, variant, text)
+    return max(found.reading, found.cutting) * text.sequences
 
 
 def _peak(config: Any, found: _Counted, text: Text) -> int:
@@ -173,8 +178,11 @@ def _peak(config: Any, found: _Counted, text: Text) -> int:
     whole = found.waits or found.policy.repetition is not None  # a head may keep all
     seen = n if whole else min(n, max(found.slots) + found.block)
     computing = computing_bytes(*given, block=found.block, keys=seen, first=first)
-    answering = computing_bytes(*given, block=1, keys=max(found.slots) + text.new, first=first)
-    return max(found.reading * text.sequences + computing, found.held + answering)
+    turn = text.later if found.block == n else min(text.later, found.block)
+    keys = max(found.slots) + text.new
+    answering = computing_bytes(*given, block=max(1, turn), keys=keys, first=first)
+    reading = max(found.reading * text.sequences + computing, found.cutting * text.sequences)
+    return max(reading, found.held + answering)
 
 
 def bytes_held(config: Any, dtype: str, variant: Variant, prompt: int) -> int:
@@ -246,7 +254,7 @@ def prompt_bytes(config: Any, dtype: str, variant: Variant, n: int, new: int) ->
             hint="give the budget in tokens or as a share",
         )
     found = _count(config, dtype, variant, Text(n, new))
-    return max(found.reading, found.held)
+    return max(found.reading, found.cutting, found.held)
 
 
 def largest_batch(config: Any, dtype: str, variant: Variant, n: int, new: int, memory: int) -> int:

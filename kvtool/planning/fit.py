@@ -119,6 +119,7 @@ class Run:
         bits: in which the linear layers' weights are stored.
         size: bytes that the cache may take; None: what the memory leaves.
         prefill: how the prompt is read, where that is given; None: as its length asks for.
+        block: tokens of a `block`, where they are not those of the policy or the device.
     """
 
     config: Any
@@ -131,6 +132,7 @@ class Run:
     bits: Bits | None = None
     size: int | None = None
     prefill: str | None = None
+    block: int | None = None
 
     @cached_property
     def layers(self) -> list[LayerShape | None]:
@@ -166,8 +168,12 @@ class Run:
             prefill: `full` or `block`.
         """
         budget = None if tokens is None or not policy.takes_budget else Budget(tokens=tokens)
-        named = spell_prefill(prefill, device=self.device, own=policy.own_block)
-        return replace(self, variant=Variant(policy, budget, named))
+        return replace(self, variant=Variant(policy, budget, self.spell(policy, prefill)))
+
+    def spell(self, policy: Policy, prefill: str) -> str:
+        """Write `full` or `block:M`, whose M is the run's, the policy's or the device's."""
+        own = self.block or policy.own_block
+        return spell_prefill(prefill, device=self.device, own=own)
 
     def forecast(self, policy: Policy, tokens: int) -> Forecast:
         """Forecast what a policy holds and reads with a budget in every layer."""
@@ -339,12 +345,8 @@ def choose_bytes(runs: Sequence[Run], asked: Budget, memory: DeviceMemory) -> Bu
         UsageError: nothing is left; the memory or the weights are not known; bytes that are too
             small for a policy.
     """
-    if memory.free_bytes is None or memory.weights_bytes is None:
-        what = "free memory" if memory.free_bytes is None else "size of the weights"
-        raise UsageError(
-            f"-b {asked}: the {what} is not known", hint="--device-memory SIZE, or -b in bytes"
-        )
-    free, share = memory.free_bytes - memory.weights_bytes, asked.share or 0
+    there, weights = memory.known(f"-b {asked}")
+    free, share = there - weights, asked.share or 0
     if int(free * share) < _FINE:
         raise UsageError(
             f"-b {asked}: nothing is left; {memory.there()}", hint="--quantize 4bit, another device"

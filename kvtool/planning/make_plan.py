@@ -206,7 +206,8 @@ def make_plan(
         n, held = target.prompt_tokens, draft.document.layers.tokens
         block = longest_block(n, policy.own_block or n)
         slots = [min(n, tokens + block) for tokens in held]
-        blocks = sum(repeating_bytes(policy, shapes, slots, n, block)) * target.batch
+        stored, *beside = repeating_bytes(policy, shapes, slots, n, block)
+        blocks = (stored + max(beside)) * target.batch
         notes.append(
             f"note: `{policy}` keeps the whole prompt until it is cut: while it is read the cache "
             f"takes {bytes_in_words(totals.reading)}, with --prefill block "

@@ -30,6 +30,7 @@ _TILES = 4 * 2**20  # bytes of the tiles in which the weights of a whole prompt 
 _FLOAT = 4  # bytes of a number of attention weights and of logits
 _AROUND = 64  # tokens that go before a repetition: the instruction, and what leads to it
 _PLACES = 24  # bytes of a token's id and position
+_COMPETING = 48  # bytes of each slot of all layers while these compete (`Joint.tokens_of`)
 
 
 def reading_bytes(
@@ -67,7 +68,7 @@ def reading_bytes(
 
 def repeating_bytes(
     policy: Policy, layers: Sequence[LayerShape | None], slots: Sequence[int], n: int, block: int
-) -> tuple[int, int]:
+) -> tuple[int, int, int]:
     """Count the bytes of one sequence whose prompt is read, repeated and cut block by block.
 
     Args:
@@ -76,14 +77,19 @@ def repeating_bytes(
         block: of the longest block.
 
     Returns:
-        What is stored, to the byte where no buffers grow; and at most what one layer attends to:
-        a copy of its slots beside a block or its repetition, in the model's dtype.
+        What is stored, to the byte where no buffers grow; at most what one layer attends to: a copy
+        of its slots beside a block or its repetition, in the model's dtype; and what the slots of
+        all layers take beside their own while they compete.
     """
     sizes = _slot_sizes(layers, policy, policy.codec, more=1)
     ranges = of_layers(layers, lambda layer: range_bytes(layer, policy.codec))
     stored = sum(size * k for size, k in zip(sizes, slots, strict=True)) + sum(ranges)
     joined = max(of_layers(layers, lambda layer: layer.bytes))
-    return stored, joined * (min(n, sum(slots)) + block + _AROUND)
+    attended = joined * (min(n, sum(slots)) + block + _AROUND)
+    heads = of_layers(layers, lambda layer: layer.kv_heads if layer.window is None else 0)
+    competing = _COMPETING * sum(own * k for own, k in zip(heads, slots, strict=True))
+    joint = policy.head_split is not None and policy.head_split.across_layers
+    return stored, attended, competing if joint else 0
 
 
 def _moments_bytes(policy: Policy, layers: Sequence[LayerShape | None], *, whole: bool) -> int:

@@ -7,7 +7,7 @@ sparsely. Its bytes are those that a run holds, its peak is estimated as for a d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Literal
 
@@ -21,6 +21,7 @@ from kvtool.planning.fit import PREFILLS, Run
 from kvtool.planning.lost_answers import NOISE, Loss, Losses
 from kvtool.policies.grammar import parse_policy
 from kvtool.policies.policy import Policy
+from kvtool.sizes import Budget, parse_prefill
 
 NEARLY = 0.98
 """Share of the prompt from which on policies differ by less than the noise.
@@ -32,6 +33,7 @@ READERS = ("quest", "rocketkv")
 CODECS = ("int8", "fp8", "k8v4", "int4")
 
 _BESIDE = ("int8", "k8v4", "int4")  # beside eviction: fp8 takes the bytes of int8
+_SMALLER = (512, 256)  # tokens of blocks, of which `kvzip` scores no fewer alone
 
 Asked = Literal["known", "later", "worse"]
 """When the question comes: in the prompt, after its compression, or whichever loses more."""
@@ -68,16 +70,27 @@ def _once(ways: Sequence[Way]) -> list[Way]:
     return kept
 
 
+def _fitted(make: Callable[..., Way | None], maker: _Maker, *given: str | None) -> Way | None:
+    """Make a way, in smaller blocks where it does not fit in the usual ones, and they are ours."""
+    way, run = make(maker, *given), maker.run
+    if way is None or way.fits or run.prefill not in (None, "block"):
+        return way
+    usual = parse_prefill(run.spell(policy_of(way)[0], "block")) or 0
+    smaller = (replace(run, block=block) for block in _SMALLER if block < usual)
+    others = (make(replace(maker, run=each), *given) for each in smaller)
+    return next((each for each in others if each is not None and each.fits), way)
+
+
 def _ways(maker: _Maker) -> Iterator[Way]:
-    whole = [maker.whole(codec) for codec in (None, *CODECS)]
+    whole = [_fitted(_Maker.whole, maker, codec) for codec in (None, *CODECS)]
     yield from filter(None, whole)
     for base in sorted(maker.losses.offered, key=maker.lost_near_all):
-        ways = [maker.some(base, codec) for codec in (None, *_BESIDE)]
+        ways = [_fitted(_Maker.some, maker, base, codec) for codec in (None, *_BESIDE)]
         plain, eight, *four = ways
         yield from filter(None, (plain, eight))
         yield from sorted(filter(None, four), key=maker.order)[:1]
     for reader in READERS:
-        yield from filter(None, [maker.sparse(reader)])
+        yield from filter(None, [_fitted(_Maker.sparse, maker, reader)])
 
 
 @dataclass(frozen=True)
@@ -171,11 +184,19 @@ class _Maker:
             traffic=found.traffic,
             peak=Peaks(**peaks),
             prefill=prefill,
+            block=run.block if prefill == "block" else None,
             loss=WayLoss(known=loss.known, later=loss.later),
             fits=excess <= 0,
             excess=max(0, excess),
-            command=self.spell(policy, budget, prefill),
+            command=self.spell(policy, budget, run.spell(policy, read) if run.block else prefill),
         )
+
+
+def policy_of(way: Way) -> tuple[Policy, Budget | None]:
+    """Return the policy of a way, and its budget; None: it keeps everything."""
+    policy = parse_policy(way.policy, imports=False)
+    tokens = way.reads or way.tokens
+    return policy, Budget(tokens=tokens) if policy.takes_budget else None
 
 
 def _bits(policy: Policy, layers: list[LayerShape | None]) -> tuple[int, int]:

@@ -83,7 +83,7 @@ ALLOCATORS: dict[str, str] = {  # modifiers that split the budget; `d2o` itself 
 }
 MODIFIERS |= ALLOCATORS | CODECS
 REFUSED: dict[str, str] = {
-    "auto": "`generate` and `compress` choose one, for one prompt in the memory that is free",
+    "auto": "`generate`, `compress` and `serve` choose one for a memory; here name one",
     "loco": "it merges tokens with weights that need training, and there are none to ship",
 }
 

@@ -33,13 +33,13 @@ from kvtool.report.panels import (
 )
 from kvtool.report.variants import (
     Family,
-    budget_size,
     families,
     fed_like_full,
     full_variant,
     results_of,
     task_names,
 )
+from kvtool.sizes import budget_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,13 +30,13 @@ from kvtool.report.panels import (
 from kvtool.report.variants import (
     FULL,
     Family,
-    budget_size,
     families,
     fed_like_full,
     results_of,
     task_names,
     wrap,
 )
+from kvtool.sizes import budget_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

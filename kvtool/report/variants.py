@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvtool.sizes import Budget
+from kvtool.sizes import budget_order
 
 if TYPE_CHECKING:
     from kvtool.documents.results import ResultsDocument, TaskResult, VariantEntry
@@ -116,22 +115,6 @@ def results_of(document: ResultsDocument, task: str) -> list[TaskResult]:
     """Return the results of one task in the order of the variants, as far as there are any."""
     found = (document.of(variant.name, task) for variant in variants_in_order(document))
     return [result for result in found if result is not None]
-
-
-def budget_size(budget: int | str) -> tuple[str, Fraction]:
-    """Return a budget's unit and size.
-
-    >>> budget_size("20%")
-    ('ratio', Fraction(1, 5))
-    """
-    parsed = Budget.parse(budget)
-    sizes = {"tokens": parsed.tokens, "ratio": parsed.ratio, "bytes": parsed.bytes}
-    return next((unit, Fraction(size)) for unit, size in sizes.items() if size is not None)
-
-
-def budget_order(budget: int | str | None) -> tuple[str, Fraction]:
-    """Return what budgets are sorted by; a variant without a budget comes first."""
-    return ("", Fraction(0)) if budget is None else budget_size(budget)
 
 
 def labels(document: ResultsDocument) -> dict[str, str]:

@@ -94,6 +94,27 @@ def test_layers_set_tokens_aside_together():
 
 
 @torch.no_grad()
+def operations_of_codes(codec):
+    """Of a decoded token in each layer, beside those of the full cache."""
+    model = peaky_model("llama", num_hidden_layers=4, head_dim=32).to(torch.bfloat16)
+    model, token, counts = kvtool.attach(model), random_ids(1), []
+    for policy in ("full", f"full+{codec}"):
+        cache = kvtool.build_cache(model, policy)
+        model(input_ids=random_ids(40), past_key_values=cache)
+        for _ in range(4):
+            model(input_ids=token, past_key_values=cache)
+        with Operations() as counted:
+            model(input_ids=token, past_key_values=cache)
+        counts.append(counted.count)
+    return (counts[1] - counts[0]) / 4
+
+
+@pytest.mark.parametrize(("codec", "most"), [("int8", 74), ("int4", 107), ("k8v4", 109)])
+def test_codes_take_few_operators(codec, most):
+    assert operations_of_codes(codec) <= most
+
+
+@torch.no_grad()
 def operations_of_padded_rows(policy, batch):
     """Of a decoded token, where rows differ in how much a reader reads."""
     model = kvtool.attach(peaky_model("llama"))

@@ -153,7 +153,7 @@ def test_ranges_equal_a_loop_and_leave_padding_out(places, count):
     torch.testing.assert_close(numbers, expected[0], rtol=1e-5, atol=1e-4)
     assert torch.equal(centred, expected[1])
     decoded = torch.where(centred, numbers, -numbers)  # as a negative scale makes them
-    torch.testing.assert_close(found.widen(decoded, centred), keys, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(found.widen(decoded, ~centred), keys, rtol=1e-5, atol=1e-4)
     query = torch.randn(2, 2, 3, 1, 32, generator=torch.Generator().manual_seed(2))
     instead, constant = found.of_query(query)
     products = instead @ decoded[:, :, None].mT + constant * centred[:, :, None].mT

@@ -146,6 +146,27 @@ def test_dry_run_lists_the_turns_and_loads_nothing(kvtool, turns, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("policy", "prompt"), [("kvzip", True), ("kvzip+int8", False), ("snapkv(window=8)", True)]
+)
+def test_what_turns_hold_is_forecast(kvtool, tmp_path, policy, prompt):
+    """`kvzip` cuts the first turn alone, with or without a context before it."""
+    first = "\n".join([FACTS] * 6)
+    said = [SAID[0] if prompt else first.replace("\n", " "), " ".join([FACTS] * 4), SAID[2]]
+    (tmp_path / "turns.txt").write_text("".join(f"{turn}\n" for turn in said))
+    options = ["--turns", "turns.txt", "-p", policy, "-b", "64", "-n", "6"]
+    options += ["--prompt", first] if prompt else []
+    told = yaml.safe_load(kvtool("generate", *options, "--dry-run").out)["memory"]
+    held = generate(kvtool, *options).cache
+    forecast, bytes_held = (
+        told["kv_bytes"] + told["state_bytes"],
+        held.allocated_bytes + held.state_bytes,
+    )
+    assert bytes_held <= forecast < 1.15 * bytes_held  # heads of unequal counts fill 7/8 at least
+    assert told["peak_bytes"] > told["weights_bytes"] + held.peak_bytes
+    assert (told["prompt_tokens"], told["new_tokens"]) == (held.tokens_seen - 5, 6)
+
+
+@pytest.mark.parametrize(
     ("arguments", "stdin", "said"),
     [
         (["--turns", "-", "--prompt-file", "-"], b"a", "--prompt-file and --turns both read stdin"),

@@ -226,7 +226,7 @@ def test_a_prompt_too_short_for_its_share_is_told_by_its_place(kvtool, prompts):
 
 
 def test_without_a_memory_half_of_what_is_free_bounds_the_rows(kvtool, prompts, monkeypatch):
-    room = "kvtool.calls.request.free_memory"
+    room = "kvtool.models.placement.free_memory"
     monkeypatch.setattr(room, lambda *unused, **settings: ("cpu", 240 * 1024))
     assert "up to 2 at a time" in kvtool("generate", "--prompts", prompts, *ARGUMENTS).err
     monkeypatch.setattr("kvtool.calls.request._MOST_ROWS", 3)

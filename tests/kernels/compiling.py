@@ -106,7 +106,7 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
     column_sums(query, key, new, stored, lse, seen, sums, **masks)
     decode = {"scale": 0.1, "softcap": softcap, "sinks": sinks}
     token = query[:, :, :1]
-    counted = decode | {"valid": torch.ones(batch, dtype=torch.bool), "weights": True}
+    counted = decode | {"place": torch.ones(batch, dtype=torch.int64), "weights": True}
     masked, wanted = (None, decode) if case.plain else (stored, counted)
     attend_slots(token, key, value, masked, sums, **wanted)
     if case.cached == case.shown:
@@ -117,7 +117,7 @@ def call_kernels(case: Case, dtype: torch.dtype) -> None:
             continue
         codes = *QUANTISED[of_keys](key), *QUANTISED[of_values](value)
         options = wanted | {"forms": (of_keys, of_values), "value_dim": case.value_dim}
-        attend_codes(token, *codes, masked, sums, constants=constants, **options)
+        attend_codes(token, codes, masked, sums, constants=constants, **options)
     chosen = torch.zeros(batch, case.shown, min(total, 100), dtype=torch.int64)
     for places in (None, chosen):
         attend_slots(token, key, value, places, {}, chosen=chosen, **decode)

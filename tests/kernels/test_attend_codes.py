@@ -45,23 +45,23 @@ def compare(forms: Forms, size: Sizes, names, weights: bool) -> None:
     codes[1].copy_(with_signs(codes[1], signs.to(DEVICE)))
     constants = 3 * torch.randn(size.batch, size.heads, generator=generator).to(DEVICE)
     stored = drawn.stored if size.ragged else None
-    valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
+    place = torch.arange(size.batch, device=DEVICE) - 1 if size.ragged else None
     options = {
         "forms": forms,
         "value_dim": size.value_dim,
         "scale": size.head_dim**-0.5,
         "softcap": size.softcap,
         "sinks": drawn.sinks,
-        "valid": valid,
+        "place": place,
         "weights": weights,
         "constants": constants if size.seed % 5 else None,
     }
     sums = drawn.sums(names, size.cached)
     expected = copied(sums)
     tolerance = TOLERANCE[size.dtype]
-    out, found = attend_codes(drawn.query, *codes, stored, sums, **options)
+    out, found = attend_codes(drawn.query, codes, stored, sums, **options)
     expected_out, expected_found = reference.attend_codes(
-        drawn.query.float(), *codes, stored, expected, **options
+        drawn.query.float(), codes, stored, expected, **options
     )
     assert out.shape == (size.batch, size.heads, 1, size.value_dim)
     assert out.dtype == size.dtype
@@ -159,7 +159,7 @@ def test_attention_over_codes_equals_explicit_dequantisation(forms):
     stored[:, 1, ::3] = -1
     sums = {"attention_sum": torch.zeros(2, 2, 70, device=DEVICE)}
     out, weights = attend_codes(
-        *(query, *codes, stored, sums), forms=forms, value_dim=96, scale=1 / 8, weights=True
+        *(query, codes, stored, sums), forms=forms, value_dim=96, scale=1 / 8, weights=True
     )
     expected, expected_out = in_full(forms, query, codes, (stored >= 0)[:, :, None, None])
     torch.testing.assert_close(weights, expected.flatten(1, 3), atol=1e-5, rtol=1e-5)
@@ -179,7 +179,7 @@ def test_a_sign_of_scales_takes_the_constant_off_and_of_zeros_too(forms):
     query = torch.ones(1, 2, 1, 64, device=DEVICE)
     constants = torch.tensor([[math.log(3) * 8, -math.log(3) * 8]], device=DEVICE)
     how = {"forms": forms, "value_dim": 64, "scale": 1 / 8, "constants": constants}
-    out, _ = attend_codes(query, *codes, None, {}, **how)
+    out, _ = attend_codes(query, codes, None, {}, **how)
     expected = torch.tensor([0.75, 0.25]).view(1, 2, 1, 1).expand(1, 2, 1, 64)
     torch.testing.assert_close(out.cpu(), expected, atol=2e-3, rtol=2e-3)
 
@@ -200,7 +200,7 @@ def one_slot(form: str, codes: list[int], scales: list[float], value_dim: int) -
     value = torch.tensor(codes, dtype=dtype, device=DEVICE).view(1, 1, 1, -1)
     sizes = torch.tensor(scales, dtype=torch.float16, device=DEVICE).view(1, 1, 1, -1)
     query = torch.ones(1, 1, 1, value_dim, device=DEVICE)
-    given = query, value, sizes, value, sizes, None, {}
+    given = query, [value, sizes] * 2, None, {}
     out, _ = attend_codes(*given, forms=(form, form), value_dim=value_dim, scale=1.0)
     return out.flatten().tolist()
 
@@ -299,14 +299,14 @@ def test_what_lies_in_empty_slots_changes_nothing(forms, monkeypatch):
         tensor[:, :, empty] = math.nan if tensor.is_floating_point() else 127
     kept = [tensor[:, :, ~empty] for tensor in codes]
     out, weights = attend_codes(
-        *(drawn.query, *codes, drawn.stored, {}),
+        *(drawn.query, codes, drawn.stored, {}),
         forms=forms,
         value_dim=32,
         scale=0.2,
         weights=True,
     )
     options = {"forms": forms, "value_dim": 32, "scale": 0.2, "weights": True}
-    expected, expected_weights = reference.attend_codes(drawn.query, *kept, None, {}, **options)
+    expected, expected_weights = reference.attend_codes(drawn.query, kept, None, {}, **options)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(weights[..., ~empty], expected_weights, atol=1e-5, rtol=1e-5)
     assert not weights[..., empty].any()
@@ -324,8 +324,8 @@ def test_small_values_keep_their_bits_in_half_precision(forms):
     key[:, :, 0], value[:, :, 0] = 6 / 32, 0
     codes = quantised(forms, key, value * 0.0127)
     options = {"forms": forms, "value_dim": 32, "scale": 1.0}
-    out, _ = attend_codes(query, *codes, None, {}, **options)
-    expected, _ = reference.attend_codes(query.float(), *codes, None, {}, **options)
+    out, _ = attend_codes(query, codes, None, {}, **options)
+    expected, _ = reference.attend_codes(query.float(), codes, None, {}, **options)
     torch.testing.assert_close(out.float(), expected, atol=0, rtol=2e-3)
 
 
@@ -343,15 +343,15 @@ def test_a_gpu_reads_codes_as_they_lie(forms):
     sums = {"attention_sum": torch.zeros(1, 8, 32768, device=DEVICE)}
     expected = copied(sums)
     options = {"forms": forms, "value_dim": 128, "scale": 128**-0.5, "weights": True}
-    attend_codes(query, *codes, None, copied(sums), **options)  # compiles
+    attend_codes(query, codes, None, copied(sums), **options)  # compiles
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out, _ = attend_codes(query, *codes, None, sums, **options)
+    out, _ = attend_codes(query, codes, None, sums, **options)
     torch.cuda.synchronize()
     # logits, and as much again for what the parts leave; keys in bf16 would be 64 MiB
     assert torch.cuda.max_memory_allocated() - before < 2 * 32 * 32768 * 4
-    expected_out, _ = reference.attend_codes(query.float(), *codes, None, expected, **options)
+    expected_out, _ = reference.attend_codes(query.float(), codes, None, expected, **options)
     torch.testing.assert_close(out.float(), expected_out, atol=2e-2, rtol=2e-2)
     for name, total in sums.items():
         torch.testing.assert_close(total, expected[name], atol=2e-2, rtol=2e-2)

@@ -24,12 +24,12 @@ def in_full(given):
 def compare(size: Sizes, names, weights: bool) -> None:
     drawn = Drawn(size)
     given = drawn.query, drawn.key, drawn.value, drawn.stored if size.ragged else None
-    valid = torch.arange(size.batch, device=DEVICE) > 0 if size.ragged else None
+    place = torch.arange(size.batch, device=DEVICE) - 1 if size.ragged else None
     options = {
         "scale": size.head_dim**-0.5,
         "softcap": size.softcap,
         "sinks": drawn.sinks,
-        "valid": valid,
+        "place": place,
         "weights": weights,
     }
     sums = drawn.sums(names, size.cached)

@@ -44,8 +44,8 @@ def plain_token(
         total.scatter_(2, at, 0.0)
     key, value, positions = (tensor[:, :, :used] for tensor in slots)
     sums = {n: each[:, :, :used] for n, each in zip(names.split(), columns, strict=True)}
-    held, valid = positions if masked or appends else None, place >= 0 if masked else None
-    found = reference.attend_slots(query, key, value, held, sums, sinks=sinks, valid=valid, **how)
+    held, valid = positions if masked or appends else None, place if masked else None
+    found = reference.attend_slots(query, key, value, held, sums, sinks=sinks, place=valid, **how)
     if appends:
         slot += 1
     elif score and seen is not None:

@@ -182,8 +182,9 @@ def ask(query: torch.Tensor) -> bool:
 def test_scales_of_other_slots_are_found(monkeypatch, forms):
     right = attend_codes.attend_codes
 
-    def shifted(query, key_codes, key_scales, *rest, **options):
-        return right(query, key_codes, key_scales.roll(1, 2), *rest, **options)
+    def shifted(query, codes, *rest, **options):
+        codes[1] = codes[1].roll(1, 2)
+        return right(query, codes, *rest, **options)
 
     monkeypatch.setattr(attend_codes, "attend_codes", shifted)
     assert not trust.trusted(kind(CODES[forms]))

@@ -1,10 +1,12 @@
 """KVzip in blocks: what each block leaves against plain loops on a model, and what is held."""
 
+import itertools
 import warnings
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 import kvtool
 from kvtool import UsageError, parse_policy
@@ -91,6 +93,60 @@ def test_many_cuts_leave_what_one_cut_of_all_scores_would_leave():
     cache, _ = read(model, ids, block=16)
     for layer in range(2):
         assert positions(cache, layer) == [at_once[layer, head] for head in range(2)]
+
+
+def stored_by_place(layers):
+    """What is stored of each token, by layer, KV head and position."""
+    for layer in layers:
+        slots = layer.sorted_slots()
+        for head, row in enumerate(slots.positions[0].tolist()):
+            for slot, j in enumerate(row):
+                if j >= 0:
+                    stored = {name: all_of[0, head, slot] for name, all_of in slots.stored.items()}
+                    yield (layer.index, head, j), stored
+
+
+@pytest.mark.parametrize("settings", ["+int4", "(layers=each)", "(layers=each)+int4"])
+def test_many_cuts_change_neither_scores_nor_codes(settings):
+    """What stays is what one cut of all scores leaves, of all layers or of each, as first coded."""
+    model, scores, codes = attached(head_dim=32), {}, {}
+    split, whole = Joint.tokens_of, repetition.cut_repeated
+
+    def note_scores(self, layers):
+        for layer, heads in enumerate(layers):
+            numbers, free = heads.importance[0], ~heads.protected[0] & (heads.positions[0] >= 0)
+            for head, slot in free.nonzero().tolist():
+                place = layer, head, int(heads.positions[0, head, slot])
+                score = float(numbers[head, slot])
+                assert scores.setdefault(place, score) == score
+        return split(self, layers)
+
+    def note_codes(layers, *args, **kwargs):
+        for place, stored in stored_by_place(layers):
+            known = codes.setdefault(place, stored)
+            assert all(torch.equal(known[name], own) for name, own in stored.items())
+        whole(layers, *args, **kwargs)
+
+    with (
+        patch.object(Joint, "tokens_of", note_scores),
+        patch.object(repetition, "cut_repeated", note_codes),
+    ):
+        cache, _ = read(model, random_ids(80), policy=f"kvzip{settings}", block=16)
+    assert len(codes) == 4 * 80
+    by_layer = [
+        [{j: s for (*own, j), s in scores.items() if own == [i, h]} for h in (0, 1)] for i in (0, 1)
+    ]
+    every = {(layer, head): [*range(80)] for layer in (0, 1) for head in (0, 1)}
+    expected = kept_of(by_layer, every, BUDGET)
+    if "each" in settings:
+        expected = {}
+        for layer, own in enumerate(by_layer):
+            kept = kept_of([own], {(0, head): [*range(80)] for head in (0, 1)}, BUDGET)
+            expected |= {(layer, head): kept[0, head] for head in (0, 1)}
+    for layer in (0, 1):
+        assert positions(cache, layer) == [expected[layer, head] for head in (0, 1)]
+    for place, stored in stored_by_place(cache.slot_layers):
+        assert all(torch.equal(codes[place][name], own) for name, own in stored.items())
 
 
 def test_the_worked_example():
@@ -196,7 +252,7 @@ def test_no_more_than_budget_and_block_are_stored(policy):
     assert len(held) == 6  # the last block has 36: a rest of 4 joined it
     assert held[0] == 32 * 4 * slot + ranges  # tokens x heads
     assert {*held[1:-1]} == {52 * 4 * (slot + 4) + ranges}  # with their weights
-    planned, copy = repeating_bytes(parse_policy(policy), shapes, [20 + 36] * 2, 196, 36)
+    planned, copy, _ = repeating_bytes(parse_policy(policy), shapes, [20 + 36] * 2, 196, 36)
     assert max(held) == held[-1] == planned == (20 + 36) * 4 * (slot + 4) + ranges
     report = cache.report()
     assert report.peak_bytes <= planned + copy
@@ -204,6 +260,40 @@ def test_no_more_than_budget_and_block_are_stored(policy):
     stores = [store.slots for layer in cache.slot_layers for store in layer.stores]
     assert all(not store.state for store in stores)  # weights are gone with the last cut
     assert report.state_bytes == 4 * sum(each.positions.numel() for each in stores) + ranges
+
+
+def alive_at_cuts(model, ids, **options):
+    """Bytes that live at a time while something is cut, above those before."""
+    whole = repetition.cut_repeated
+
+    def note(*args, **kwargs):
+        with record_function("cut"):
+            whole(*args, **kwargs)
+
+    with (
+        patch.object(repetition, "cut_repeated", note),
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled,
+    ):
+        read(model, ids, **options)
+    events = sorted(profiled.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    for cut in (event for event in events if event.name() == "cut"):
+        end = cut.start_ns() + cut.duration_ns()
+        own = [change for at, change in changes if cut.start_ns() <= at <= end]
+        yield max(itertools.accumulate(own))
+
+
+@pytest.mark.parametrize("layers", [1, 16])
+def test_a_cut_takes_no_more_than_is_planned(layers):
+    """Where many layers compete, their numbers take more than what one layer attends to."""
+    model = kvtool.attach(peaky_model("llama", num_hidden_layers=layers))
+    alive = list(alive_at_cuts(model, random_ids(196), budget=40, block=32))
+    shapes = layer_shapes(model.config, "float32")
+    _, *planned = repeating_bytes(parse_policy("kvzip"), shapes, [40 + 36] * layers, 196, 36)
+    assert len(alive) == 6
+    assert max(alive) <= max(planned)
+    if layers == 16:
+        assert max(planned) == 48 * 16 * 2 * 76 < 1.2 * max(alive)
 
 
 def test_the_peak_is_a_fraction_of_the_whole_prompts():

@@ -2,7 +2,8 @@ import random
 from fractions import Fraction
 
 from kvtool.documents.results import VariantEntry
-from kvtool.report.variants import budget_size, families, variants_in_order
+from kvtool.report.variants import families, variants_in_order
+from kvtool.sizes import budget_size
 from tests.report.examples import document, variants
 
 

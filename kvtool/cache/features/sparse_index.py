@@ -14,13 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtool.cache.features.sparse_tables import (
-    Clock,
-    Entries,
-    FixedEntries,
-    take_slots,
-    widened,
-)
+from kvtool.cache.features.sparse_tables import Clock, Entries, FixedEntries, take_slots, widened
 from kvtool.cache.features.trace import Trace
 from kvtool.cache.features.traffic import TrafficBudgets
 from kvtool.cache.slots.layer import SlotLayer
@@ -195,11 +189,7 @@ def _align(layer: SlotLayer) -> list[int]:
 
 
 def _entries(
-    layer: SlotLayer,
-    allowed: Tensor | None,
-    budgets: TrafficBudgets,
-    rows: slice,
-    stored: int,
+    layer: SlotLayer, allowed: Tensor | None, budgets: TrafficBudgets, rows: slice, stored: int
 ) -> Entries:
     lengths, selected = layer.lengths, None
     seen = layer.seen if lengths is None else int(lengths[rows.start])

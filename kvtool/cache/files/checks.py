@@ -20,7 +20,7 @@ from kvtool.cache.slots.slot_form import RANGES
 from kvtool.cache.whole.cache import KVCache
 from kvtool.cache.whole.settings import RopeLengths
 from kvtool.errors import KvtoolError
-from kvtool.maths.quantise import MOST_EXPONENT, are_centred
+from kvtool.maths.quantise import MOST_EXPONENT, are_apart
 from kvtool.model_shape import LayerShape, layer_shapes
 from kvtool.policies.codec.codec import Codec
 from kvtool.policies.numbers import SHIFT
@@ -173,7 +173,7 @@ def _check_codes(
     file.take(f"{name}s", (*sizes, len(codes)), codes.dtype, low)
     low = None if signs else 0
     found = file.take(f"{name}_scales", (*sizes, len(scales)), scales.dtype, low)
-    if signs and not torch.equal(are_centred(found).expand_as(found), ~found.signbit()):
+    if signs and not torch.equal(are_apart(found).expand_as(found), found.signbit()):
         raise file.bad(f"{name}_scales", "have different signs in one vector")
 
 

@@ -19,7 +19,7 @@ from kvtool.maths.quantise import (
     FEWEST,
     ChannelRanges,
     RandomRotation,
-    are_centred,
+    are_apart,
     are_varied,
     channel_ranges,
     lost_share,
@@ -202,7 +202,6 @@ class CodedForm(Form):
         centred = None
         if self.shifted:
             keys, centred = self.ranges.narrow(keys, choose=self._signs)
-            values = values.float()
         of_keys, of_values = self.sides
         if of_keys is of_values and keys.shape == values.shape:  # both at once, rotated alike
             codes, scales = of_keys.encode(_rotated(torch.stack([keys, values]), self.rotations[0]))
@@ -233,7 +232,7 @@ class CodedForm(Form):
     def dequantise_keys(self, stored: Stored) -> Tensor:
         keys = _rotated_back(self.rounded_keys(stored), self.rotations[0])
         if self.shifted:
-            keys = self.ranges.widen(keys, self.centred(stored))
+            keys = self.ranges.widen(keys, self.apart(stored))
         return keys.to(self.sample[0].dtype)
 
     @property
@@ -241,9 +240,9 @@ class CodedForm(Form):
         """Whether signs of scales say which keys are centred; a codec of one's own may use them."""
         return self.sides[0].kernel_form is not None
 
-    def centred(self, stored: Stored) -> Tensor | None:
-        """Mark the keys that are centred: bool (batch, kv_heads, slots, 1); None: all are."""
-        return are_centred(stored["key_scales"]) if self._signs else None
+    def apart(self, stored: Stored) -> Tensor | None:
+        """Mark the keys that are not centred: bool (batch, kv_heads, slots, 1); None: all are."""
+        return are_apart(stored["key_scales"]) if self._signs else None
 
     def rotated_query(self, query: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is multiplied with the rounded keys in place of a query, and what is missing.
@@ -253,7 +252,7 @@ class CodedForm(Form):
 
         Returns:
             The same shape, and (batch, kv_heads, group, 1, 1) to add to the products with keys
-            that are `centred`; None: 0.
+            that are centred; None: 0.
         """
         constant, rotation = None, self.rotations[0]
         if self.shifted:

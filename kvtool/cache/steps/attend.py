@@ -85,9 +85,8 @@ def _products(layer: SlotLayer, form: CodedForm, call: Call, stored: Stored) -> 
     products = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
     if constant is None:
         return products
-    centred = form.centred(stored)
-    added = constant if centred is None else centred.mT[:, :, None] * constant
-    return products + added
+    apart, centred = form.apart(stored), products + constant
+    return centred if apart is None else torch.where(apart.mT[:, :, None], products, centred)
 
 
 def _outputs(form: CodedForm, stored: Stored, weights: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ What it computes is what `explicit_block`, or explicit weights of a decoded toke
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,19 +127,16 @@ def count_block(layer: SlotLayer, call: Call, block: Block, observed: bool) -> T
     if not observed:
         return out
 
-    def add(sums: dict[str, Tensor]) -> None:
-        given = call.query, call.key, new, stored, lse, seen
-        column_sums(*given, sums, scale=scale, window=window, softcap=softcap)
-
+    given = call.query, call.key, new, stored, lse, seen
+    add = partial(column_sums, *given, scale=scale, window=window, softcap=softcap)
     sums = {name: block.state[name] for name in layer.policy.columns}
     if sums:
         add(sums)
-    waiting = block.waiting
-    if waiting is not None:
+    if block.waiting is not None:
         by_head = out.new_zeros((batch, heads, total), dtype=torch.float32)
         add({"attention_sum": by_head})
         grouped = by_head.view(batch, layer.slots.kv_heads, -1, total)
-        waiting.add(grouped, block.view.block)
+        block.waiting.add(grouped, block.view.block)
     return out
 
 
@@ -162,8 +160,8 @@ def count_slots(layer: SlotLayer, call: Call) -> AttendedToken:
         The output, and the weights if the policy ranks slots by them.
     """
     positions = layer.slots.positions[:, :, : layer.slots.used] if layer.masked else None
-    valid = None if call.positions is None else call.positions[:, 0] >= 0
-    how = _how(call, len(call.query)) | {"valid": valid, "weights": _ranks_by_weights(layer)}
+    place = None if call.positions is None else call.positions[:, 0]
+    how = _how(call, len(call.query)) | {"place": place, "weights": _ranks_by_weights(layer)}
     if layer.attends_codes:
         return _counted(layer, call, *_over_codes(layer, call, positions, how))
     from kvtool.kernels.attend_slots import attend_slots
@@ -245,7 +243,7 @@ def _over_codes(
         positions,
         [slots.state[name] for name in columns],
         how.pop("sinks"),
-        how.pop("valid"),
+        how.pop("place"),
         constants,
         names=" ".join(columns),
         forms=" ".join(form.kernel_forms),
@@ -256,13 +254,7 @@ def _over_codes(
 
 
 def attend_chosen(
-    call: Call,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    *,
-    padded: bool = False,
+    call: Call, query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, *, padded: bool = False
 ) -> Tensor:
     """Attend some slots by some rows of a decoded token, where they lie: none is copied.
 

@@ -23,9 +23,10 @@ from kvtool.errors import KvtoolError
 from kvtool.policies.policy import Policy
 
 
-def why_apart(policy: Policy) -> str | None:
-    """Say why sequences under a policy cannot join a batch that runs; None: they can."""
-    return why_not(policy, "joined")
+def why_apart(policy: Policy, *, recurrent: bool = False) -> str | None:
+    """Say why sequences under a policy, or of a recurrent model, cannot join a batch that runs."""
+    recurs = "the model has recurrent layers" if recurrent else None
+    return why_not(policy, "joined") or recurs
 
 
 @torch.no_grad()
@@ -42,14 +43,11 @@ def append_entries(cache: KVCache, others: Sequence[KVCache], coming: int = 0) -
     Raises:
         KvtoolError: a policy or a model whose sequences cannot be joined.
     """
-    why = why_apart(cache.policy)
-    if why is None and cache.recurrent:
-        why = "the model has recurrent layers"
+    why = why_apart(cache.policy, recurrent=cache.recurrent)
     if why is not None:
         raise KvtoolError(f"rows under `{cache.policy}` cannot join a running batch: {why}")
-    for other in others:
-        other.check_whole()
-    cache.check_whole()
+    for each in (cache, *others):
+        each.check_whole()
     for each in (cache, *others):
         each.ungroup()
         each.static.forget()
@@ -89,9 +87,8 @@ def put_entry(cache: KVCache, entry: int, other: KVCache) -> bool:
     pairs = list(zip(cache.slot_layers, other.slot_layers, strict=True))
     if cache.link.rope is not None or not all(_fits(*pair) for pair in pairs):
         return False
-    other.check_whole()
-    cache.check_whole()
     for each in (cache, other):
+        each.check_whole()
         each.ungroup()
     other.static.forget()
     spreads, new = cache.budgets.spreads, other.budgets.spreads

@@ -53,8 +53,10 @@ def ask(
     Returns:
         Per turn its `prediction`, `references` and `new_tokens`; see `score_answer`.
     """
-    if (decoded := bench.take_decoded()) is not None:
-        return [_record(bench, sample.turns[0], task, decoded)]
+    if (decoded := bench.shared.pop("decoded", None)) is not None:
+        token_ids, meter = decoded
+        bench.restart_meter(meter)
+        return [_record(bench, sample.turns[0], task, token_ids)]
     protocol = bench.protocol
     aware, same, golden = task.knows_query(protocol), task.same_context, task.after_references
     frame, prompt = _put(bench, sample, task)

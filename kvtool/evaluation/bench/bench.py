@@ -14,7 +14,7 @@ from kvtool.cache.hooks.rope import length_rope
 from kvtool.cache.whole.cache import KVCache
 from kvtool.documents.settings import Protocol
 from kvtool.errors import KvtoolError
-from kvtool.evaluation.bench.meter import Decoded, Meter, Peak, watched_devices
+from kvtool.evaluation.bench.meter import Meter, Peak, watched_devices
 from kvtool.evaluation.bench.prompts import text_before
 from kvtool.evaluation.bench.shared import SharedPrompts
 from kvtool.generation import Generation, compress, generate, token_logprobs
@@ -42,7 +42,8 @@ class Bench:
         model, tokenizer: as loaded, the model with kvtool's attention.
         variant: the policy, its budget and how prompts are read.
         protocol: how prompts are put.
-        shared: what the variants share about the running sample, such as the full cache's answer.
+        shared: what is known about the running sample, such as the full cache's answer, and the
+            variant's own (`decoded`) where it was decoded with others.
         draws: what identifies the running sample, for policies that draw; None: they draw as the
             policy says.
         prompts: those that variants read together; None: each reads its own.
@@ -63,7 +64,6 @@ class Bench:
         self.shared: dict[str, Any] = {} if shared is None else shared
         self.prompts = prompts
         self.draws: str | None = None
-        self._decoded: Decoded | None = None
         self._warm: tuple[Any, ...] | None = None
         self._contexts: dict[tuple[int, tuple[int, ...]], tuple[KVCache, Tensor]] = {}
         self.restart_meter()
@@ -72,31 +72,22 @@ class Bench:
         """Let policies that draw do so for one text from now on; None: as the policy says."""
         self.draws = text
 
-    def give_decoded(self, decoded: Decoded | None) -> None:
-        """Give the answer to the next sample, decoded with those of others; None: there is none."""
-        self._decoded = decoded
-
-    def take_decoded(self) -> list[int] | None:
-        """Take the tokens of that answer, and count what it has cost."""
-        decoded, self._decoded = self._decoded, None
-        if decoded is None:
-            return None
-        self.meter = decoded.meter
-        return decoded.token_ids
-
-    def restart_meter(self) -> None:
-        """Forget what has been counted so far."""
-        self.meter = Meter(Peak(watched_devices(self.model)))
+    def restart_meter(self, meter: Meter | None = None) -> None:
+        """Forget what has been counted so far, or take what another meter has counted."""
+        self.meter = meter or Meter(Peak(watched_devices(self.model)))
 
     def forget_contexts(self) -> None:
         """Free the caches of contexts that further texts may have gone on from."""
         self._contexts.clear()
 
     def warm_up(self) -> None:
-        """Run a short prompt once, so that the first sample does not pay for first times.
+        """Run a short prompt before the first sample, which does not pay for first times then.
 
         What goes wrong is left to the samples: a ratio of so few tokens may be too small.
         """
+        if self._warm is not None:
+            return
+        self._warm = ()
         longest = (trained_length(self.model.config) or 2 * _WARM_UP) - _WARM_UP_DECODED
         with contextlib.suppress(Exception):
             ids = torch.ones(1, min(_WARM_UP, longest), dtype=torch.long, device=self.model.device)

@@ -169,11 +169,3 @@ class Meter:
             "peak_memory_bytes": None if self.shared or self.rows > 1 else self.peak.growth(),
             **({"batch": self.rows} if self.rows > 1 else {}),
         }
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """An answer that was decoded with those of other samples, and what it has cost."""
-
-    token_ids: list[int]
-    meter: Meter

@@ -14,63 +14,58 @@ from typing import TYPE_CHECKING, Any
 from kvtool.cache.whole.batching import take_entry, why_apart
 from kvtool.evaluation.bench.ask import ids_of_first
 from kvtool.evaluation.bench.bench import Bench
-from kvtool.evaluation.bench.meter import Decoded, Meter, Peak
+from kvtool.evaluation.bench.meter import Meter, Peak
 from kvtool.evaluation.samples.sample import Sample
 from kvtool.generation.serving import Drawing, Running, Served, Waiting, serve
-from kvtool.models.placement import free_memory
+from kvtool.models.placement import room_beside
 from kvtool.planning.estimate import row_bytes
 from kvtool.policies.draws import drawn_for
 
 if TYPE_CHECKING:
     from kvtool.cache.whole.cache import KVCache
 
-_FREE_SHARE = 2  # of the free memory, sequences take one part
-
 
 def joins(bench: Bench) -> bool:
     """Return whether texts under a variant can share a batch; it has one policy, and one draw."""
-    policy = bench.variant.policy
-    if why_apart(policy) is not None or drawn_for(policy, "") is not policy:
-        return False
     try:
         cache = bench.new_cache()
     except Exception:  # any: each sample says what is wrong
         return False
-    return not cache.recurrent and cache.link.shards.processes == 1
+    apart = why_apart(cache.policy, recurrent=cache.recurrent) is not None
+    apart = apart or drawn_for(cache.policy, "") is not cache.policy
+    return not apart and cache.link.shards.processes == 1
 
 
 def decode_together(
     bench: Bench, task: Any, samples: Sequence[Sample], most: int
-) -> Iterator[tuple[int, Decoded]]:
+) -> Iterator[tuple[int, tuple[list[int], Meter]]]:
     """Decode answers, `most` at a time and no more than half of the free memory holds.
 
     Args:
         samples: of one turn each, which hold the question in the prompt.
 
     Yields:
-        Each answer as it ends, by the place of its sample; some are missing where one fails.
+        Each answer as it ends, by the place of its sample, and its cost; some are missing where
+        one fails.
     """
-    model, waiting = bench.model, []
-    dtype = str(model.dtype).removeprefix("torch.")
-    _, free = free_memory(str(model.device), spread=hasattr(model, "hf_device_map"))
-    costs = _Costs()
+    waiting, costs = [], _Costs()
     for index, sample in enumerate(samples):
         with suppress(Exception):  # any: it is measured alone, and says what is wrong with it
             ids, new = ids_of_first(bench, sample, task)
-            size = row_bytes(model.config, dtype, bench.variant, ids.shape[1], new)
+            size = row_bytes(bench.model, bench.variant, ids.shape[1], new)
             waiting.append(Waiting(index, ids, new, size))
     try:
         for answer in serve(
-            model,
+            bench.model,
             bench.tokenizer,
             bench.new_cache,
             waiting,
-            memory=None if free is None else free // _FREE_SHARE,
+            memory=room_beside(bench.model),
             most_sequences=most,
             drawing=Drawing(stop=(*task.stop, *bench.protocol.stop)),
             served=costs,
         ):
-            yield answer.index, Decoded(answer.token_ids, costs.meters.pop(answer.index))
+            yield answer.index, (answer.token_ids, costs.meters.pop(answer.index))
     except Exception:  # any: those that are left are measured alone, and one of them fails again
         return
 
@@ -84,7 +79,6 @@ class _Costs(Served):
     """
 
     meters: dict[int, Meter] = field(default_factory=dict)
-    stepping: float = 0.0
 
     def read(self, seconds: float, prompt: Waiting, cache: KVCache) -> None:
         super().read(seconds, prompt, cache)
@@ -92,11 +86,10 @@ class _Costs(Served):
         meter.count_prefill(cache, tokens=prompt.ids.numel(), seconds=seconds)
 
     def count(self, sequences: Sequence[Running], seconds: float) -> None:
+        share = (seconds - self.seconds) / len(sequences)
         super().count(sequences, seconds)
-        before, self.stepping = self.stepping, seconds - self.reading_seconds
         for each in sequences:
-            meter = self.meters[each.prompt.index]
-            meter.count_step((self.stepping - before) / len(sequences), len(sequences))
+            self.meters[each.prompt.index].count_step(share, len(sequences))
 
     def end(self, sequence: Running, cache: KVCache, place: int) -> None:
         own, tokens = take_entry(cache, place), len(sequence.new)

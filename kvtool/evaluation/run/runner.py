@@ -182,7 +182,6 @@ def run_measurements(
     shared: dict[str, Any] = {}
     prompts = SharedPrompts() if place.protocol.shared_prefill else None
     benches = [Bench(loaded, variant, place.protocol, shared, prompts) for variant in variants]
-    warm: set[int] = set()
     keys = {
         (v, j): (
             place.configuration(variant, job.task),
@@ -200,16 +199,10 @@ def run_measurements(
             return each.job, each.sample, -1
         return each.job, each.sample - each.sample % (_BATCHES * size), each.variant
 
-    def warmed(v: int) -> Bench:
-        if v not in warm:
-            benches[v].warm_up()
-            warm.add(v)
-        return benches[v]
-
     def measure(each: Measurement) -> Step:
         job, variant = jobs[each.job], variants[each.variant]
         sample, content = job.samples[each.sample], job.hashes[each.sample]
-        record = _measure(warmed(each.variant), job.task, sample)
+        record = _measure(benches[each.variant], job.task, sample)
         configuration, shared_fingerprint = keys[each.variant, each.job]
         head: Json = {
             "key": sample_key(configuration, content),
@@ -227,12 +220,12 @@ def run_measurements(
             # of a compiled decode, other draws are another graph; of a batch, there are none
             draws = None if getattr(task, "compile", False) else jobs[j].hashes[s]
             benches[each.variant].draw_for(draws)
+            benches[each.variant].warm_up()
         if prompts is not None:
             prompts.begin([benches[each.variant] for each in left.values()])
         if v >= 0:
             samples = [jobs[j].samples[each.sample] for each in left.values()]
-            for i, decoded in decode_together(warmed(v), task, samples, sizes[j]):
-                benches[v].give_decoded(decoded)
+            for i, shared["decoded"] in decode_together(benches[v], task, samples, sizes[j]):
                 yield measure(left.pop(i))
         yield from map(measure, left.values())
 

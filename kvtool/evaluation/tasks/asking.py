@@ -160,17 +160,16 @@ class Drawn(Asking):
     """A task that draws its samples; each is the same whatever other samples are drawn.
 
     Attributes:
-        lengths: tokens of a prompt and the longest answer together.
         samples: how many of each cell.
     """
 
-    lengths: Lengths = (1024,)
     samples: Samples = 20
 
     def cells(self) -> Iterator[Cell]:
-        """Return what the samples differ in; the `length` is among it."""
-        for length in self.lengths:
-            yield {"length": length}
+        """Return what the samples differ in: their `length`, or the `depth` of a chain."""
+        name = "length" if hasattr(self, "lengths") else "depth"
+        for value in getattr(self, f"{name}s"):
+            yield {name: value}
 
     def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
         """Draw `samples` of each cell.
@@ -221,7 +220,13 @@ class Draft:
 
 
 class Filled(Drawn):
-    """A task whose samples are filled up to their length."""
+    """A task whose samples are filled up to their length.
+
+    Attributes:
+        lengths: tokens of a prompt and the longest answer together.
+    """
+
+    lengths: Lengths = (1024,)
 
     @abstractmethod
     def draft(self, rng: Rng, cell: Cell, tokens: TokenCounter) -> Draft:

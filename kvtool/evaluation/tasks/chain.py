@@ -9,13 +9,13 @@ sum costs nothing in itself, and nothing in the lines after it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from kvtool.evaluation.metrics.text import said
-from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Asking
+from kvtool.evaluation.tasks.asking import Cell, Drawn
 from kvtool.evaluation.tasks.task import Lengths, Samples
 
 if TYPE_CHECKING:
@@ -29,12 +29,11 @@ _NUMBERED = re.compile(r"\W*(?:step +)?(\d{1,4}) ?[.:)]")
 _SUM = re.compile(r"(?<!\d)(-?\d+) *([+-]) *(\d+)[ )]*(?:=|is|equals|gives|makes) *(?=(-?\d+))")
 
 
-class Chain(Asking):
+class Chain(Drawn):
     """Add and subtract step by step; the score is the share of steps that the answer follows.
 
     Attributes:
         depths: steps of the chain.
-        samples: how many of each depth.
     """
 
     depths: Lengths = (14,)
@@ -48,28 +47,24 @@ class Chain(Asking):
         """Return True: there is no context apart from the question."""
         return True
 
-    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Draw `samples` of each depth; numbers stay from 0 to 99."""
-        for depth in self.depths:
-            for index in range(self.samples):
-                rng = generator(self.seed, self.name, depth, index)
-                values = [int(rng.integers(20, 61))]
-                sums, asked = [], []
-                for step in range(1, depth + 1):
-                    number, sign = int(rng.integers(2, 10)), int(rng.choice([-1, 1]))
-                    if not 0 <= values[-1] + sign * number <= _LARGEST:
-                        sign = -sign
-                    values.append(values[-1] + sign * number)
-                    asked.append(f"{step}. {'add' if sign > 0 else 'subtract'} {number}\n")
-                    sums.append(f"{values[-2]} {'+' if sign > 0 else '-'} {number} = {values[-1]}")
-                question = (
-                    f"Start with {values[0]} and do these steps one after another:\n"
-                    f"{''.join(asked)}Write each step on a line of its own as a sum."
-                )
-                answer = "".join(f"{step}. {line}\n" for step, line in enumerate(sums, 1))
-                new_tokens = round(_SPARE * tokens.count(answer))
-                turn = Turn(question, tuple(sums), new_tokens, answer_prefix="1.")
-                yield Sample(f"depth={depth}/{index}", "", (turn,), {"depth": depth})
+    def draw_one(self, rng: Rng, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        """Draw the steps; numbers stay from 0 to 99."""
+        start = value = int(rng.integers(20, 61))
+        asked, sums, answer = "", list[str](), ""
+        for step in range(1, int(cell["depth"]) + 1):
+            number, sign = int(rng.integers(2, 10)), int(rng.choice([-1, 1]))
+            if not 0 <= value + sign * number <= _LARGEST:
+                sign = -sign
+            before, value = value, value + sign * number
+            asked += f"{step}. {'add' if sign > 0 else 'subtract'} {number}\n"
+            sums.append(f"{before} {'+' if sign > 0 else '-'} {number} = {value}")
+            answer += f"{step}. {sums[-1]}\n"
+        question = (
+            f"Start with {start} and do these steps one after another:\n"
+            f"{asked}Write each step on a line of its own as a sum."
+        )
+        new_tokens = round(_SPARE * tokens.count(answer))
+        return Sample(name, "", (Turn(question, tuple(sums), new_tokens, "1."),), cell)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return the share of steps whose line takes over the result before it and the step."""
@@ -78,10 +73,8 @@ class Chain(Asking):
     def score(self, record: Json) -> dict[str, float]:
         """Return `steps`, and `em`: whether the last step has the right result."""
         (turn,) = record["turns"]
-        return {
-            **super().score(record),
-            "em": float(_follows(turn["prediction"], turn["references"])[1]),
-        }
+        right = _follows(turn["prediction"], turn["references"])[1]
+        return {**super().score(record), "em": float(right)}
 
 
 def _follows(prediction: str, references: Sequence[str]) -> tuple[list[bool], bool]:

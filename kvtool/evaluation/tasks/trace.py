@@ -9,16 +9,16 @@ the answer is twice as long as the prompt. `kvtool.models.reference.steps_task` 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, ClassVar
 
 from pydantic import AfterValidator
 
 from kvtool.errors import UsageError
-from kvtool.evaluation.samples.fit import generator
+from kvtool.evaluation.samples.fit import Rng
 from kvtool.evaluation.samples.sample import Json, Sample, TokenCounter, Turn
-from kvtool.evaluation.tasks.asking import Asking
-from kvtool.evaluation.tasks.task import Lengths, Samples
+from kvtool.evaluation.tasks.asking import Cell, Drawn
+from kvtool.evaluation.tasks.task import Lengths
 from kvtool.models.reference.steps_task import EXAMPLE, LONGEST, draw_trace
 
 _SPARE = 1.25  # of the answer's tokens: a model that stumbles may still come to an end
@@ -33,37 +33,31 @@ def _nameable(depths: tuple[int, ...]) -> tuple[int, ...]:
     return depths
 
 
-class Trace(Asking):
+class Trace(Drawn):
     """Work out the word of the last variable, step by step.
 
     Attributes:
         depths: steps of the chain.
-        samples: how many of each depth.
         example: whether a worked example comes first, for a model that has not been trained on the
             form of the answer.
     """
 
     depths: Annotated[Lengths, AfterValidator(_nameable)] = (4, 8, 16, 32, 64)
-    samples: Samples = 20
     example: bool = False
 
     metric: ClassVar[str] = "em"
     reasons: ClassVar[bool] = True
     best: ClassVar[float | None] = 1.0
 
-    def draw(self, tokens: TokenCounter) -> Iterator[Sample]:
-        """Draw `samples` of each depth."""
-        for depth in self.depths:
-            for index in range(self.samples):
-                rng = generator(self.seed, self.name, depth, index)
-                problem = draw_trace(rng, depth)
-                turn = Turn(
-                    problem.question,
-                    tuple(f"{step.name} {step.after}" for step in problem.steps),
-                    round(_SPARE * tokens.count(problem.answer)),
-                )
-                context = EXAMPLE + problem.context if self.example else problem.context
-                yield Sample(f"depth={depth}/{index}", context, (turn,), {"depth": depth})
+    def draw_one(self, rng: Rng, name: str, cell: Cell, tokens: TokenCounter) -> Sample:
+        problem = draw_trace(rng, int(cell["depth"]))
+        turn = Turn(
+            problem.question,
+            tuple(f"{step.name} {step.after}" for step in problem.steps),
+            round(_SPARE * tokens.count(problem.answer)),
+        )
+        context = EXAMPLE + problem.context if self.example else problem.context
+        return Sample(name, context, (turn,), cell)
 
     def score_answer(self, prediction: str, references: Sequence[str], facts: Json) -> float:
         """Return 1 if the answer gives the last variable its word, else 0."""

@@ -47,23 +47,20 @@ class Joint(HeadSplit):
             return super().tokens_of(layers)
         found = [_competing(heads) for heads in layers]
         counts = [stored for _, stored, _ in found]
-        sizes, device = [each.shape[1] for each in counts], counts[0].device
-        heads, starts = sum(sizes), torch.tensor([0, *sizes[:-1]]).cumsum(0).tolist()
+        sizes = [each.shape[1] for each in counts]
+        heads, device = sum(sizes), counts[0].device
         for row in range(len(counts[0])):
             spare = sum(int(total[row]) - int(stored[row].sum()) for total, stored, _ in found)
             if spare >= 0:
                 for count in counts:
                     count[row] += spare // heads
                 continue
-            rows = [each[row] for *_, each in found]
-            scores, positions, owners = (
-                torch.cat([part.to(device) for part in parts])
-                for parts in zip(
-                    *[(*row, own + at) for (*row, own), at in zip(rows, starts, strict=True)],
-                    strict=True,
-                )
-            )
-            keys = order_key(scores, positions.long() * heads + owners)
+            parts = zip(*(each[row] for *_, each in found), strict=True)
+            scores, places, free = (torch.cat([one.to(device) for one in own]) for own in parts)
+            owners = torch.arange(heads, dtype=torch.int32, device=device)
+            owners = owners.repeat_interleave(free, output_size=len(scores))
+            keys = order_key(scores, places.mul_(heads).add_(owners))
+            del scores, places
             evicted = owners[keys.topk(min(-spare, len(keys)), largest=False).indices]
             gone = torch.bincount(evicted, minlength=heads).split(sizes)
             for count, less in zip(counts, gone, strict=True):
@@ -75,14 +72,13 @@ def _competing(heads: Heads) -> tuple[Tensor, Tensor, list[tuple[Tensor, ...]]]:
     """Return what a layer may keep, what its heads store, and what competes in each entry.
 
     Returns:
-        (batch,) tokens; (batch, kv_heads) tokens; and score, position and head of each slot that is
-        not protected.
+        (batch,) tokens; (batch, kv_heads) tokens; and score and position of each slot that is not
+        protected, head by head, and (kv_heads,) how many there are of each head.
     """
     there = heads.positions >= 0
     free = there if heads.protected is None else there & ~heads.protected
-    own = torch.arange(there.shape[1], device=there.device)[:, None].expand_as(there[0])
     rows = zip(heads.importance, heads.positions, free, strict=True)
     competing: list[tuple[Tensor, ...]] = [
-        (scores[among], places[among], own[among]) for scores, places, among in rows
+        (scores[among], places[among], among.sum(-1)) for scores, places, among in rows
     ]
     return total_tokens(heads)[:, 0], there.sum(-1), competing

@@ -23,12 +23,7 @@ from kvtool.maths.estimates import heaviest_channels, pages_of, partial_scale, t
 from kvtool.maths.selection import top_slots
 from kvtool.policies.numbers import HeadSizes
 from kvtool.policies.read.paged import Paged, pages_of_rows
-from kvtool.policies.read.rows import (
-    PerRow,
-    RowsChoice,
-    RowsView,
-    fill_beyond,
-)
+from kvtool.policies.read.rows import PerRow, RowsChoice, RowsView, fill_beyond
 from kvtool.policies.read.view import Choice, ReadView, StepBudget, fixed
 from kvtool.policies.spelling import computed, limited
 

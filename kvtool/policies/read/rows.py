@@ -140,12 +140,7 @@ class RowsRead(Read):
     """A reader that reads sequences of different lengths at once, as it reads each alone."""
 
     def append_rows(
-        self,
-        tables: State,
-        key: Tensor,
-        value: Tensor,
-        tokens: PerRow,
-        sizes: Mapping[str, PerRow],
+        self, tables: State, key: Tensor, value: Tensor, tokens: PerRow, sizes: Mapping[str, PerRow]
     ) -> None:
         """Add a token to each sequence of a padded batch, in place, as `append` does.
 

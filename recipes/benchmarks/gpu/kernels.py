@@ -268,7 +268,7 @@ def _codes(forms: tuple[str, str], settings: Settings):
     sums = {COLUMNS[0]: torch.zeros(1, kv_heads, slots, device=settings.device)}
     moved = sum(each.nbytes for each in codes) + 2 * sums[COLUMNS[0]].nbytes
     options = {"forms": forms, "value_dim": dim, "scale": dim**-0.5}
-    call = partial(attend_codes, query, *codes, None, sums, **options)
+    call = partial(attend_codes, query, codes, None, sums, **options)
     return call, moved, f"1 query, {slots} keys"
 
 

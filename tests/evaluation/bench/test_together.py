@@ -18,6 +18,7 @@ from kvtool.evaluation.tasks.asking import Asking
 from kvtool.evaluation.tasks.trace import Trace
 from kvtool.generation import serving
 from kvtool.generation.serving import Batch
+from kvtool.models import placement
 from kvtool.models.load import load
 from tests.evaluation.tasks.drawing import make
 from tests.evaluation.variants import make_variants
@@ -101,7 +102,7 @@ def test_a_policy_whose_texts_cannot_share_a_batch_runs_alone(measure, name):
 
 
 def test_the_seconds_of_steps_are_shared_by_those_that_they_decode(measure, monkeypatch):
-    now, read = [0.0], []
+    now, read, scored = [0.0], [], []
 
     def step(batch, before=Batch.step):
         now[0] += 1
@@ -112,13 +113,20 @@ def test_the_seconds_of_steps_are_shared_by_those_that_they_decode(measure, monk
         read.append(1)
         return before(*given, **more)
 
+    def score(*given, before=Trace.score_answer):
+        now[0] += 100  # which is not decoding
+        scored.append(1)
+        return before(*given)
+
     monkeypatch.setattr(Batch, "step", step)
+    monkeypatch.setattr(Trace, "score_answer", score)
     monkeypatch.setattr(serving, "prefill", prefill)
     monkeypatch.setattr(serving.time, "perf_counter", lambda: now[0])
     batched, _ = measure(["h2o@48"], batch=4)
     costs = [record["cost"] for record in batched["h2o@48"].values()]
     assert [cost["prefill_s"] for cost in costs] == [0.5] * 6
-    steps = now[0] - 0.5 * len(read)
+    steps = now[0] - 0.5 * len(read) - 100 * len(scored)
+    assert len(scored) == 6
     assert sum(cost["decode_s"] for cost in costs) == pytest.approx(steps, abs=1e-4)
     assert all(cost["decode_s"] < cost["new_tokens"] for cost in costs)
 
@@ -140,7 +148,7 @@ def test_a_place_that_is_free_is_taken_at_once(measure, monkeypatch):
 
 def test_half_of_the_free_memory_bounds_how_many_are_in_flight(measure, monkeypatch):
     monkeypatch.setattr(together, "row_bytes", lambda *given: 100)
-    monkeypatch.setattr(together, "free_memory", lambda *given, **more: ("cpu", 599))
+    monkeypatch.setattr(placement, "free_memory", lambda *given, **more: ("cpu", 599))
     batched, _ = measure(["h2o@48"], batch=4)
     assert {record["cost"].get("batch") for record in batched["h2o@48"].values()} == {2}
 
