@@ -185,10 +185,8 @@ class CompressionSettings(PromptSettings):
         """Exported files by engine, named after the cache's file, else after the prompt's."""
         text = "prompt" if self.prompt_file in (None, "-") else Path(self.prompt_file).stem
         name = self.save_path or Path(text)
-        folders: dict[Engine, str | None] = {
-            "vllm": self.export_vllm,
-            "llamacpp": self.export_llamacpp,
-        }
+        engines: tuple[Engine, ...] = ("vllm", "llamacpp")
+        folders = {to: getattr(self, f"export_{to}") for to in engines}
         return {
             to: exported_path(expand(folder), name, SUFFIXES[to])
             for to, folder in folders.items()

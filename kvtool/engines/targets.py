@@ -60,8 +60,7 @@ class Target:
         for each in settings_of(Target):
             if each.name not in ("to", *takes) and getattr(self, each.name) != each.default:
                 known = ", ".join(f"--{name.replace('_', '-')}" for name in takes)
-                option = each.flag.names.split("/")[-1]
-                reason = f"{option} is not for --to {self.to}"
+                reason = f"{each.flag.names.split('/')[-1]} is not for --to {self.to}"
                 raise UsageError(reason, hint=f"{self.to} takes {known}")
         if path.suffix != suffix:
             usage = f"kvtool export book.kv.safetensors --to {self.to} --save book{suffix}"

@@ -29,7 +29,6 @@ def restore(url: str, file: str | Path, *, slot: int = 0, api_key: str = "") -> 
         file: that `kvtool export --to llamacpp` has written, into the server's `--slot-save-path`.
 
     Raises:
-        UsageError: no such file, or none of llama.cpp.
         KvtoolError: the server has not restored it whole, with its reason.
     """
     path = Path(os.path.expanduser(file))

@@ -78,10 +78,7 @@ class Layout:
         """Return how many numbers of a key and of a value are mixed before they are rounded."""
         if not self.quantised or head_dim % _TURNED:
             return 0, 0
-        width = _TURNED
-        while head_dim % (2 * width) == 0:
-            width *= 2
-        return width, _TURNED
+        return head_dim & -head_dim, _TURNED  # the largest power of two that divides it
 
     def state(
         self, layers: Sequence[tuple[Tensor, Tensor]], ids: Sequence[int], family: str
@@ -113,7 +110,7 @@ class Layout:
         yield bytes(4 * (self.streams - 1))  # the other streams have no cells
 
     def rows(self, states: Tensor, *, transposed: bool = False) -> Iterator[bytes]:
-        """Yield the bytes of the keys or values of a layer, (kv_heads, slots, head_dim)."""
+        """Yield the bytes of a layer's keys or values, (kv_heads, slots, head_dim)."""
         flat = states.transpose(0, 1).flatten(1).float().cpu()
         data, kind = {"f32": Tensor.float, "f16": Tensor.half}.get(self.type), TYPES[self.type]
         codes = data(flat) if data else (_q8_0 if self.type == "q8_0" else _q4_0)(flat)
